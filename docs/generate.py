@@ -32,7 +32,7 @@ from rbln_backend.settings import (
     SDK_RULES,
     VARIABLES,
     Status,
-    form_of,
+    get_form,
 )
 from server.errors import ServerError
 from server.observability.metrics import SERVER_METRICS
@@ -91,7 +91,7 @@ def _backend_fields() -> str:
         doc = " ".join(str(field.description).split())
         meaning = f"{doc} *graph*" if GRAPH in field.metadata else doc
         default = _default(field.default)
-        rows.append((code(name), form_of(KINDS[name]).json, default, meaning, ", ".join(names)))
+        rows.append((code(name), get_form(KINDS[name]).json, default, meaning, ", ".join(names)))
     return table(("Field", "Values", "Default", "Meaning", "Variable"), rows)
 
 

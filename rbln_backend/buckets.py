@@ -68,7 +68,7 @@ TOKENS_PER_PROMPT = 16
 DENSE_STEP_TOKENS = 16
 
 
-def step_tokens_of(experts: int, chosen: int) -> int:
+def get_step_tokens(experts: int, chosen: int) -> int:
     """Return the fixed cost of a step of the emulated device, in tokens, where padding is computed.
 
     A step reads the weights of all `experts`; a token is multiplied by those of `chosen` experts
@@ -77,12 +77,12 @@ def step_tokens_of(experts: int, chosen: int) -> int:
     return DENSE_STEP_TOKENS * (max(1, experts // chosen) if chosen else 1)
 
 
-def prompts_of(chunk: int, most: int) -> int:
+def get_prompts(chunk: int, most: int) -> int:
     """Return the number of prompts that a chunk of `chunk` tokens can hold, at most `most`."""
     return max(1, min(most, chunk // TOKENS_PER_PROMPT))
 
 
-def room_of(tokens: int, prompts: int) -> int:
+def get_padded_size(tokens: int, prompts: int) -> int:
     """Return the smallest chunk that holds `tokens` tokens of `prompts` prompts."""
     return tokens if prompts == 1 else max(tokens, prompts * TOKENS_PER_PROMPT)
 
@@ -132,7 +132,7 @@ class ChunkPlan:
         total = apart = 0
         for count, tokens in enumerate(left[: self.prompts], 1):
             total += tokens
-            room = room_of(total, count)
+            room = get_padded_size(total, count)
             if room > self.largest:
                 break
             # A single token needs no chunk, but a step.

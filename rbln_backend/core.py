@@ -24,7 +24,7 @@ from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rbln_backend.buckets import room_of
+from rbln_backend.buckets import get_padded_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -144,7 +144,7 @@ class StepBatch:
     def size(self) -> int:
         """The size that the bucket must hold: tokens in prefill, requests in decode."""
         takes_chunk = self.phase.takes_chunk
-        return room_of(self.num_tokens, self.num_reqs) if takes_chunk else self.num_rows
+        return get_padded_size(self.num_tokens, self.num_reqs) if takes_chunk else self.num_rows
 
     @property
     def useful(self) -> UsefulRows | None:

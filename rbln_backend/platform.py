@@ -15,7 +15,7 @@ from rbln_backend.buckets import (
     DEFAULT_CHUNK_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
     EngineBuckets,
-    step_tokens_of,
+    get_step_tokens,
 )
 from rbln_backend.config import RANKS_EXECUTOR, RblnConfig
 from rbln_backend.devices.port import Capabilities, device_capabilities
@@ -376,7 +376,7 @@ def _settle_shapes(vllm_config: VllmConfig, rbln: RblnConfig, device: Capabiliti
             experts = (0, 0)
             if model is not None:
                 experts = (model.get_num_experts(), model.get_num_experts_per_tok())
-            step_tokens = step_tokens_of(*experts)
+            step_tokens = get_step_tokens(*experts)
     # A chunk of several prompts needs the emulated device's own ops.
     is_one = not device.runs_on_host or rbln.use_custom_kernel or pools(vllm_config)
     refuse_first({PREFILL_PROMPTS: is_one and rbln.chunk_prompts > 1})

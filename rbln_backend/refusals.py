@@ -48,7 +48,7 @@ from rbln_backend.limits import (
 from rbln_backend.models import TEXT_MODELS
 from rbln_backend.settings import EngineSettings, given_options, options_of_vllm
 from rbln_backend.speculation.model_rules import check_draft_model
-from rbln_backend.speculation.text_drafts import DRAFT_METHODS, DRAFT_MODELS, draft_model_of
+from rbln_backend.speculation.text_drafts import DRAFT_METHODS, DRAFT_MODELS, get_draft_model
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, CompilationConfig, ModelConfig, VllmConfig
@@ -281,7 +281,7 @@ def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
                 f"{stages}, method {speculation.method!r} of {draft}": draft == "ErnieMTPModel",
             }
         )
-    if draft_model_of(vllm_config) is not None:
+    if get_draft_model(vllm_config) is not None:
         on_npu = not device_capabilities(rbln).general_attention
         check_draft_model(vllm_config, rbln, on_npu=on_npu)
 

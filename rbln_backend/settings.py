@@ -67,7 +67,7 @@ _HONOURED, _ALIAS = Status.HONOURED, Status.ALIAS
 _IDLE, _REFUSED = Status.NO_EFFECT, Status.REFUSED
 
 
-def form_of(kind: Any) -> Form:
+def get_form(kind: Any) -> Form:
     """Return the notation of a type's values."""
     inner, *marks = get_args(kind)
     choices = [f"`{choice}`" for choice in get_args(inner)]
@@ -97,7 +97,7 @@ class Variable:
 
     @property
     def form(self) -> Form:
-        return self.written or form_of(self.kind)
+        return self.written or get_form(self.kind)
 
 
 def _declared() -> Iterator[Variable]:

@@ -33,7 +33,7 @@ from server.lifecycle import Lifecycle
 from server.observability.metrics import ServerMetrics, follow_event_loop
 from server.observability.traffic import BucketAdvice, History, read_traffic
 from server.request.body import CLIENT_GONE, JSON_TYPE, ClientGoneError
-from server.request.record import record_of, request_id_of
+from server.request.record import get_record, get_request_id
 from server.routes.admin import admin_router, cache_router, profile_router
 from server.routes.batches import batches_router, files_router
 from server.routes.console import console_router
@@ -142,11 +142,11 @@ async def _raise_server_error(request: Request, error: Exception) -> Response:
 async def _fail(request: Request, _error: Exception) -> Response:
     """Answer a failure of a middleware; the framework then raises it, and uvicorn logs it."""
     error = InternalError("Internal error.")
-    ids = {"x-request-id": request_id_of(request.scope["headers"])}
+    ids = {"x-request-id": get_request_id(request.scope["headers"])}
     return Response(error.body(), error.status, ids, JSON_TYPE)
 
 
 async def _end_aborted(request: Request, _error: Exception) -> Response:
     """End a request whose client has gone, for the log and the metrics alone."""
-    record_of(request.scope).outcome = "aborted"
+    get_record(request.scope).outcome = "aborted"
     return Response(status_code=CLIENT_GONE)

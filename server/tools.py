@@ -75,12 +75,12 @@ class ToolChoice:
         if kind in _FORCING:
             return cls("required")
         if kind in _NAMING:
-            name = _name_of(value)
+            name = _get_name(value)
             return cls("required", None if name is None else frozenset((name,)))
         if kind == _ALLOWED:
             holder = get_field(value, _ALLOWED) or value
             tools = get_field(holder, "tools")
-            names = map(_name_of, tools if isinstance(tools, list) else ())
+            names = map(_get_name, tools if isinstance(tools, list) else ())
             mode = "required" if get_field(holder, "mode") == "required" else "auto"
             return cls(mode, frozenset(filter(None, names)), listed=True)
         return cls()
@@ -128,9 +128,9 @@ def check_choice(endpoint: Endpoint, fields: JsonObject) -> None:
                     f"{tool_path}.function",
                 )
             _check_name(_require(tool, "name", f"{tool_path}.name"), f"{tool_path}.name", offered)
-    elif kind in _NAMING and _name_of(value) is not None:
+    elif kind in _NAMING and _get_name(value) is not None:
         path = f"{FIELD}.function.name" if get_field(value, "function") else f"{FIELD}.name"
-        _check_name(_name_of(value), path, offered)
+        _check_name(_get_name(value), path, offered)
 
 
 def _check_name(name: Any, path: str, offered: list[str]) -> None:
@@ -146,14 +146,14 @@ def _check_name(name: Any, path: str, offered: list[str]) -> None:
 def _names(tools: Any) -> Iterator[str]:
     """Yield the names of tools; those of a namespace with and without its name."""
     for tool in tools if isinstance(tools, list) else ():
-        name = _name_of(tool)
+        name = _get_name(tool)
         if name is not None and get_field(tool, "type") != "namespace":
             yield name
         for inner in _names(get_field(tool, "tools")):
             yield from (inner, f"{name}__{inner}")
 
 
-def _name_of(tool: Any) -> str | None:
+def _get_name(tool: Any) -> str | None:
     name = get_field(get_field(tool, "function"), "name") or get_field(tool, "name")
     return name if isinstance(name, str) else None
 

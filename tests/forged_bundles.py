@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from rbln_backend.devices.rebel.modules import module_of
+from rbln_backend.devices.rebel.modules import get_module
 from rbln_backend.graphs.bundles import collect, write_archive
 from rbln_backend.graphs.cache import (
     MANIFEST,
@@ -292,7 +292,7 @@ def import_forged(files: dict[str, bytes], folder: Path, watch: Watch) -> bool:
     for program in programs:
         # The SDK takes source, which is written here, of what has passed: it defines a function.
         with watch.over(folder) as seen:
-            text = module_of(program, [torch.ones(1)] * len(program.bindings), None).code
+            text = get_module(program, [torch.ones(1)] * len(program.bindings), None).code
         assert {one.partition(" ")[0] for one in seen} <= {"compile", "exec"}, seen
         assert CODE not in text
         assert [type(part) for part in ast.parse(text).body] == [ast.FunctionDef]

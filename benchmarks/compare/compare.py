@@ -25,7 +25,7 @@ from benchmarks.engines.sides import SIDE_NAMES, before, server_side, step_side
 from benchmarks.models.shapes import CACHE_ROOT, SHAPES, find_checkpoint
 from benchmarks.models.text_checkpoint import text_checkpoint
 from benchmarks.runner.command import say
-from benchmarks.runner.logged_run import header_of, measure_logged, save_logged
+from benchmarks.runner.logged_run import get_header, measure_logged, save_logged
 from benchmarks.runner.machine import ModelWork
 from benchmarks.runner.records import Failure, Log
 
@@ -104,7 +104,7 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
             # The other sides do not need it.
             log.add(Failure(model="", part="peers", side="llama.cpp", text=str(error)))
     log.add(
-        header_of(
+        get_header(
             command,
             {f"{name}, in process": step.side.note for name, step in stepped.items()}
             | {f"{name}, over HTTP": server.note for name, server in served.items()},

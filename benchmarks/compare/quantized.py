@@ -32,7 +32,7 @@ from benchmarks.models.quantized_model import (
 from benchmarks.models.shapes import CACHE_ROOT, find_checkpoint
 from benchmarks.models.text_checkpoint import text_checkpoint
 from benchmarks.runner.command import SHARE, Figure, disturbance, machine_lines, positive, spread
-from benchmarks.runner.logged_run import header_of, measure_logged, save_logged
+from benchmarks.runner.logged_run import get_header, measure_logged, save_logged
 from benchmarks.runner.machine import Machine, ModelWork
 from benchmarks.runner.records import (
     EngineRecord,
@@ -229,7 +229,7 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
         sides += [_side("llama.cpp", name, path) for name, path in files.items()]
         theirs |= files
     paths |= theirs
-    log.add(header_of(command, {side.side.name: side.side.note for side in sides}))
+    log.add(get_header(command, {side.side.name: side.side.note for side in sides}))
     subject = Subject(
         checkpoint=checkpoint,
         text_model=text_model,

@@ -42,7 +42,7 @@ def measure_logged(
             report(log)
 
 
-def header_of(command: str, sides: Mapping[str, str]) -> Header:
+def get_header(command: str, sides: Mapping[str, str]) -> Header:
     """Return the header of a run that begins now; ``sides`` describes each side."""
     begun = begin(command)
     begun["machine"] = asdict(begun["machine"])

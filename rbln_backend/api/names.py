@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rbln_backend.checkpoints.folders import (
     CATALOGUE,
-    checkpoint_of,
     convert,
     fetch,
+    get_checkpoint,
     is_on_hub,
     local_or_fetched,
     path_problem,

@@ -73,7 +73,7 @@ def path_problem(name: str) -> str | None:
 _BUILDING = "building-"
 
 
-def checkpoint_of(name: str, cache_root: Path) -> Path:
+def get_checkpoint(name: str, cache_root: Path) -> Path:
     """Return the folder of a model of the catalogue.
 
     Raises `CheckpointError` unless it was fetched.

@@ -235,7 +235,7 @@ class StepMasks:
         self._wait_seconds.observe(time.perf_counter() - started)
         return found
 
-    def end_of(self, request: Request, tokens: list[int]) -> int | None:
+    def get_end(self, request: Request, tokens: list[int]) -> int | None:
         """Return how many of the new `tokens` of a request with `ignore_eos` its grammar takes.
 
         None if the grammar does not end with them.

@@ -47,12 +47,12 @@ from rbln_backend.graphs.kernel_files import (
     LIBRARY,
     RECORD,
     are_intact,
+    get_target,
     kernel_store,
     libraries,
     make_record,
     publish,
     read_trusted,
-    target_of,
 )
 
 MAX_FILES = 20_000
@@ -78,7 +78,7 @@ def write_archive(target: IO[bytes], files: Mapping[str, bytes]) -> str:
     return hashed.hexdigest()
 
 
-def digest_of(files: Mapping[str, bytes]) -> str:
+def get_digest(files: Mapping[str, bytes]) -> str:
     """Return the SHA-256 of the archive of ``files``."""
     with Path(os.devnull).open("wb") as nowhere:
         return write_archive(nowhere, files)
@@ -122,7 +122,7 @@ def read_tree(root: Path, *, max_bytes: int = MAX_BYTES) -> tuple[dict[str, byte
                 raise BundleError(f"{name[:200]!r} is no name of a file in a bundle")
             room.take(path.stat().st_size)
             files[name] = path.read_bytes()
-    return files, digest_of(files)
+    return files, get_digest(files)
 
 
 def _read_members(archive: tarfile.TarFile, max_bytes: int) -> dict[str, bytes]:
@@ -297,7 +297,7 @@ def collect(
                 "kernels out"
             ) from None
         if files is not None:
-            record = make_record(files[LIBRARY], target_of(files[RECORD]))
+            record = make_record(files[LIBRARY], get_target(files[RECORD]))
             found.kernels[library.key] = {LIBRARY: files[LIBRARY], RECORD: record}
     return found
 
@@ -331,7 +331,7 @@ def write_folder(path: Path, contents: Contents) -> str:
         target = path / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
-    return digest_of(files)
+    return get_digest(files)
 
 
 def _sort(files: Files) -> tuple[dict[str, dict[str, bytes]], dict[str, dict[str, bytes]]]:

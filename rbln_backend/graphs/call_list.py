@@ -31,7 +31,7 @@ class CallList:
     def __init__(self, graph: fx.Graph) -> None:
         """Raises ``CompileError`` for a graph that embeds modules or tensors."""
         calls = _Calls(graph)
-        slots, released = _slots_of(calls)
+        slots, released = _get_slots(calls)
         count = max([*slots.values(), -1]) + 1
         rest: list[Any] = [None] * (count - calls.num_inputs)
         for value, constant in calls.constants.items():
@@ -122,7 +122,7 @@ class _Calls:
         return self._count - 1
 
 
-def _slots_of(calls: _Calls) -> tuple[dict[int, int], list[tuple[int, ...]]]:
+def _get_slots(calls: _Calls) -> tuple[dict[int, int], list[tuple[int, ...]]]:
     """The slot of each value, and the slots that each call clears."""
     last = {value: place for place, call in enumerate(calls.made) for value in call.arguments}
     last[calls.result] = len(calls.made)

@@ -96,7 +96,7 @@ def _bind(module: fx.GraphModule, table: TensorTable, inputs: Mapping[str, Tenso
             node.replace_all_uses_with(full)
             graph.erase_node(node)
         else:
-            bindings.append(table.name_of(example, inputs))
+            bindings.append(table.get_key_name(example, inputs))
     return Program(graph, tuple(bindings))
 
 

@@ -71,7 +71,7 @@ def libraries(store: Path) -> list[KernelFiles]:
     found = []
     for path in (path for path in paths if path.is_dir()):
         try:
-            target = target_of((path / RECORD).read_bytes())
+            target = get_target((path / RECORD).read_bytes())
             last_used = (path / RECORD).stat().st_mtime
         except OSError:
             target, last_used = "", 0.0
@@ -141,7 +141,7 @@ def make_record(library: bytes, target: str) -> bytes:
     return json.dumps(about, sort_keys=True).encode()
 
 
-def target_of(record: bytes) -> str:
+def get_target(record: bytes) -> str:
     """Return the build target named in a record, or ""."""
     return str(_decode(record).get("target", ""))
 

@@ -103,14 +103,14 @@ def offered(name: str, **values: bool | float | None) -> dict[str, bool | float 
     return {keyword: value for keyword, value in values.items() if keyword in names}
 
 
-def namespace_of(name: str) -> str:
+def get_namespace(name: str) -> str:
     """Return the namespace that the SDK registers an op in."""
     return "rbln" if name in _SAMPLING else NAMESPACE
 
 
 def passed_schema(name: str) -> torch._C.FunctionSchema:
     """The schema of an op as this backend calls it."""
-    return torch._C.parse_schema(f"{namespace_of(name)}::{name}({PASSED[name]}) -> Tensor")
+    return torch._C.parse_schema(f"{get_namespace(name)}::{name}({PASSED[name]}) -> Tensor")
 
 
 def stored_schema(name: str) -> torch._C.FunctionSchema:
@@ -119,7 +119,7 @@ def stored_schema(name: str) -> torch._C.FunctionSchema:
     own += [text for form, text in LATER.items() if form.partition(".")[0] == name]
     further = re.sub(r"(\w+)\??( \w+)", r"\1?\2=None", ", ".join(own))
     arguments = f"{PASSED[name]}, *, {further}" if own else PASSED[name]
-    return torch._C.parse_schema(f"{namespace_of(name)}::{name}({arguments}) -> Tensor")
+    return torch._C.parse_schema(f"{get_namespace(name)}::{name}({arguments}) -> Tensor")
 
 
 def signatures_digest() -> str:
@@ -136,13 +136,13 @@ def check_ops(*names: str) -> None:
         if problem is not None:
             raise UnsupportedModelError(
                 "the installed RBLN SDK cannot run this model: "
-                f"{namespace_of(name)}::{name} {problem}"
+                f"{get_namespace(name)}::{name} {problem}"
             )
 
 
 def _installed(name: str) -> Any:
     """The op of the SDK, None if it has none of this name."""
-    return getattr(getattr(torch.ops, namespace_of(name)), name.partition(".")[0], None)
+    return getattr(getattr(torch.ops, get_namespace(name)), name.partition(".")[0], None)
 
 
 def _problem(name: str) -> str | None:
@@ -253,7 +253,7 @@ def operator_name(op: str, target: Target) -> str | None:
 
 
 @cache
-def schema_of(name: str) -> FunctionSchema | None:
+def get_schema(name: str) -> FunctionSchema | None:
     """Return the schema of a stored operator, None for a Python callable, which has none.
 
     Ops of the SDK have the schemas by which this backend calls them, installed or not. Raises
@@ -266,17 +266,17 @@ def schema_of(name: str) -> FunctionSchema | None:
         raise CompileError(f"operator {name!r} is not allowed in a stored program")
     qualified, _, overload = rest.rpartition(".")
     namespace, _, op_name = qualified.partition("::")
-    if op_name in PASSED and namespace == namespace_of(op_name) and overload == "default":
+    if op_name in PASSED and namespace == get_namespace(op_name) and overload == "default":
         return stored_schema(op_name)
     return _torch_op(name)._schema
 
 
-def target_of(name: str) -> tuple[str, Target]:
+def get_target(name: str) -> tuple[str, Target]:
     """``(fx op, target)`` of a stored name; raises ``CompileError`` where there is none here."""
     kind, _, rest = name.partition(".")
     if kind == "op":
         return "call_function", _torch_op(name)
-    schema_of(name)
+    get_schema(name)
     return ("call_method", rest) if kind == "method" else ("call_function", _BY_NAME[name])
 
 

@@ -27,7 +27,7 @@ from torch import fx
 from torch._C import FunctionSchema
 
 from rbln_backend.errors import CompileError, CorruptArtifactError
-from rbln_backend.graphs.operators import operator_name, schema_of, target_of
+from rbln_backend.graphs.operators import get_schema, get_target, operator_name
 
 MAX_ELEMENTS = 1 << 31
 """Of a tensor that is made of numbers alone."""
@@ -332,7 +332,7 @@ def _check_call(record: NodeRecord) -> bool:
         if not all(isinstance(value, Reference) for value in values):
             _refuse("the output is not a sequence of results")
         return False
-    schema = schema_of(record.operator)
+    schema = get_schema(record.operator)
     if schema is None:
         mismatch = _callable_mismatch(record.operator, record.arguments, record.keywords)
     else:
@@ -373,7 +373,7 @@ class Program:
             else:
                 keywords = {name: _with_nodes(x, nodes) for name, x in record.keywords.items()}
                 try:
-                    op, target = target_of(record.operator)
+                    op, target = get_target(record.operator)
                 except CompileError as error:
                     raise CorruptArtifactError(f"the program cannot run here: {error}") from error
                 nodes.append(graph.create_node(op, target, arguments, keywords))

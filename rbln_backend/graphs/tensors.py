@@ -60,7 +60,7 @@ class TensorTable:
         for path, buffer in model.named_buffers(remove_duplicate=False):
             self.add(f"{PARAM}{path}", buffer)
 
-    def name_of(self, tensor: Tensor, inputs: Mapping[str, Tensor]) -> str:
+    def get_key_name(self, tensor: Tensor, inputs: Mapping[str, Tensor]) -> str:
         """Return the name of a graph input [...]; raises ``CompileError`` for an unknown tensor."""
         for input_name, candidate in inputs.items():
             if candidate is tensor:
@@ -95,11 +95,11 @@ class TensorTable:
         """Return the tensors [...] of a program's placeholders; raises ``CompileError``."""
         return [self.resolve(name, inputs) for name in names]
 
-    def shapes_of(self, names: Iterable[str], inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    def get_shapes(self, names: Iterable[str], inputs: Mapping[str, Tensor]) -> list[Tensor]:
         """Return meta tensors, shapes [...] and dtypes as those of ``names``; packs nothing."""
-        return [self._shape_of(name, inputs) for name in names]
+        return [self._get_shape(name, inputs) for name in names]
 
-    def _shape_of(self, name: str, inputs: Mapping[str, Tensor]) -> Tensor:
+    def _get_shape(self, name: str, inputs: Mapping[str, Tensor]) -> Tensor:
         own = inputs.get(name.removeprefix(INPUT)) if name.startswith(INPUT) else None
         found = own if own is not None else self._tensors.get(name)
         if found is not None:

@@ -21,8 +21,8 @@ from rbln_backend.kv_cache.managers import (
     HeadSharingManager,
     PagedManager,
     WindowManager,
+    get_units,
     report_stored,
-    units_of,
 )
 
 Blocks = tuple[list[KVCacheBlock], ...]
@@ -266,7 +266,7 @@ def _parts(
         for wanted, run in groupby([is_wanted(name) for name in _names(event)]):
             end = first + len(list(run))
             if wanted:
-                yield units_of(event, first, end)
+                yield get_units(event, first, end)
             first = end
 
 

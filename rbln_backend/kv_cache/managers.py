@@ -141,7 +141,7 @@ def report_stored(pool: BlockPool, request: Request, first: int, end: int, group
     )
 
 
-def units_of(event: BlockStored, first: int, end: int) -> BlockStored:
+def get_units(event: BlockStored, first: int, end: int) -> BlockStored:
     """Return ``event`` with its units ``first`` to ``end`` only."""
     if (first, end) == (0, len(event.block_hashes)):
         return event

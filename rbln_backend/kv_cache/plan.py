@@ -19,7 +19,7 @@ from rbln_backend.kv_cache.specs import (
     WindowSpec,
     bytes_per_token,
     check_supported,
-    window_of,
+    get_window,
 )
 from rbln_backend.limits import CHUNKED_ATTENTION, SPECULATION_WINDOWS, UNEQUAL_HEADS
 
@@ -71,13 +71,13 @@ def plan_specs(
     windows = {
         name: None
         if not limits.stores_windows or name in shared
-        else window_of(spec, limits.max_model_len)
+        else get_window(spec, limits.max_model_len)
         for name, spec in dense.items()
     }
     context = limits.max_model_len
     # What only our own ops can compute.
     for name, spec in () if limits.own_ops else dense.items():
-        width = window_of(spec, context)
+        width = get_window(spec, context)
         if width is not None and not limits.stores_windows:
             raise SPECULATION_WINDOWS.refusal(f"layer {name} with a window of {width}")
         if isinstance(spec, ChunkedLocalAttentionSpec) and spec.attention_chunk_size < context:
@@ -149,7 +149,7 @@ def window_bytes(specs: Iterable[KVCacheSpec], max_num_seqs: int) -> int:
     )
 
 
-def reuse_unit_of(specs: Iterable[KVCacheSpec], unit: int) -> int:
+def get_reuse_unit(specs: Iterable[KVCacheSpec], unit: int) -> int:
     """Return the tokens at whose multiples prefixes can be reused: a log page, else ``unit``."""
     return next((spec.page_tokens for spec in specs if isinstance(spec, WindowSpec)), unit)
 

@@ -107,13 +107,13 @@ def bytes_per_token(spec: AttentionSpec) -> int:
     return 2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
 
 
-def window_of(spec: KVCacheSpec, max_model_len: int) -> int | None:
+def get_window(spec: KVCacheSpec, max_model_len: int) -> int | None:
     """Return the window of vLLM's spec, None where the layer attends to the whole context."""
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
     return window if window is not None and window < max_model_len else None
 
 
-def parts_of(spec: LayerSpec) -> int:
+def get_parts(spec: LayerSpec) -> int:
     """Return 2 for a layer that caches keys and values, 1 where keys contain the values."""
     return 2 if spec.head_size_v else 1
 

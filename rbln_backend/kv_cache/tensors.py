@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from rbln_backend.core import HeadCopy, PageMove, WindowTransfers
 from rbln_backend.kv_cache.fp8 import log_scales, share_scales
 from rbln_backend.kv_cache.layout import kv_cache_shape
-from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, layer_specs, parts_of
+from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, get_parts, layer_specs
 
 if TYPE_CHECKING:
     from rbln_backend.devices.port import KvMemory
@@ -164,7 +164,7 @@ def _allocate(
     else:
         blocks, block_size = num_blocks, spec.block_size
     sizes = (blocks, spec.num_kv_heads, block_size, spec.head_size)
-    shape = kv_cache_shape(*sizes, parts=parts_of(spec))
+    shape = kv_cache_shape(*sizes, parts=get_parts(spec))
     if kv_outermost:
         outermost = (shape[1], shape[0], *shape[2:])
         return memory.allocate(name, outermost, spec.dtype).transpose(0, 1)

@@ -53,7 +53,7 @@ from vllm.v1.request import Request, RequestStatus
 from rbln_backend.devices.port import device_capabilities
 from rbln_backend.errors import ConfigError
 from rbln_backend.graphs.model_fields import model_fields
-from rbln_backend.kv_cache.specs import PagedSpec, layer_specs, parts_of
+from rbln_backend.kv_cache.specs import PagedSpec, get_parts, layer_specs
 from rbln_backend.kv_transfer.page_store import weights_digest
 from rbln_backend.settings import configured
 
@@ -75,7 +75,7 @@ def with_head_regions(config: KVCacheConfig) -> KVCacheConfig:
         halves = {
             f"{name}.{part}": dataclasses.replace(spec, head_size_v=0)
             for name, spec in specs.items()
-            for part in _PARTS[: parts_of(spec)]
+            for part in _PARTS[: get_parts(spec)]
         }
         spec: KVCacheSpec = next(iter(halves.values()))
         if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):

@@ -145,7 +145,7 @@ def take_tiers(config: VllmConfig, rbln: RblnConfig) -> RblnConfig:
         settle_nixl(nixl)
     fields: dict[str, Any] = {}
     if offloading is not None and offloading.kv_connector is not None:
-        fields = _fields_of(offloading)
+        fields = _get_fields(offloading)
     if cache.kv_offloading_size is not None:
         if cache.kv_offloading_backend != "native":
             raise KV_TRANSFER.refusal(f"--kv-offloading-backend {cache.kv_offloading_backend}")
@@ -175,7 +175,7 @@ def several_connectors(transfer: KVTransferConfig) -> list[dict[str, Any]]:
     return entries
 
 
-def _fields_of(transfer: KVTransferConfig) -> dict[str, Any]:
+def _get_fields(transfer: KVTransferConfig) -> dict[str, Any]:
     if transfer.kv_connector != _OFFLOADING or transfer.kv_connector_module_path:
         raise KV_TRANSFER.refusal(f"kv_connector={transfer.kv_connector!r}")
     if transfer.kv_role not in (None, "kv_both"):

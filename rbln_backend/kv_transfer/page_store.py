@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from rbln_backend.errors import ConfigError, UntrustedFileError
 from rbln_backend.host.files import make_trusted_folder
-from rbln_backend.kv_cache.specs import WindowSpec, any_layer_spec, layer_specs, parts_of
+from rbln_backend.kv_cache.specs import WindowSpec, any_layer_spec, get_parts, layer_specs
 
 
 def new_page(num_bytes: int) -> Tensor:
@@ -75,7 +75,7 @@ class PageLayout:
         paged, windows = 0, dict[int, int]()
         for index, group in enumerate(config.kv_cache_groups):
             specs = layer_specs(group.kv_cache_spec, group.layer_names).values()
-            sizes_of_token = [(parts_of(x), x.num_kv_heads, x.head_size) for x in specs]
+            sizes_of_token = [(get_parts(x), x.num_kv_heads, x.head_size) for x in specs]
             itemsize = any_layer_spec(group.kv_cache_spec).dtype.itemsize
             group_bytes = tokens * itemsize * sum(map(math.prod, sizes_of_token))
             if isinstance(any_layer_spec(group.kv_cache_spec), WindowSpec):
@@ -91,7 +91,7 @@ _HEADER = struct.Struct("<8s32s32sQ")
 HEADER_BYTES = _HEADER.size
 
 
-def header_of(key: bytes, payload: memoryview) -> bytes:
+def get_header(key: bytes, payload: memoryview) -> bytes:
     return _HEADER.pack(_MAGIC, key, _checksum(key, payload), payload.nbytes)
 
 
@@ -280,7 +280,7 @@ class FolderTier:
         try:
             descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(descriptor, "wb") as file:
-                file.write(header_of(key, page))
+                file.write(get_header(key, page))
                 file.write(page)
             beside.replace(path)
         except OSError:

@@ -47,7 +47,7 @@ class AbsorbedProjection(QuantizeMethodBase):
         self._method.create_weights(layer, *args, **kwargs)
 
     def apply(self, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Not called: ``absorb`` [..., H, C] and ``values_of`` [..., H, V] are the products."""
+        """Not called: ``absorb`` [..., H, C] and ``get_values`` [..., H, V] are the products."""
         raise NotImplementedError("the projection is absorbed into queries and results")
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -66,7 +66,7 @@ class AbsorbedProjection(QuantizeMethodBase):
         """queries [..., H, key_size] to [..., H, C]."""
         return _multiply(queries, layer.to_latent, self.latent_size)
 
-    def values_of(self, layer: Any, latents: Tensor) -> Tensor:
+    def get_values(self, layer: Any, latents: Tensor) -> Tensor:
         """Sums of what is cached, [..., H, C], to [..., H, value_size]."""
         return _multiply(latents, layer.to_value, self.value_size)
 
@@ -216,7 +216,7 @@ class LatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         if llama_4_scaling is not None:
             queries = (queries * llama_4_scaling).to(q.dtype)
         mixed = self._attend(queries, parts.kv_a_layernorm(kv_c), k_pe)
-        values = self._projection.values_of(parts.kv_b_proj, mixed)
+        values = self._projection.get_values(parts.kv_b_proj, mixed)
         attended = values.reshape(*kv_c.shape[:-1], heads * self.v_head_dim)
         if parts.g_proj is not None:
             attended = attended * parts.g_proj(hidden_states)[0].sigmoid()

@@ -252,7 +252,7 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
         """Compute with ``experts`` from now on, as ``layer`` routes."""
         # The runner would otherwise make it while it is traced.
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-        self.routing = routing_of(layer)
+        self.routing = get_routing(layer)
         self.experts = experts
         self.here = range(layer.global_num_experts)
         if layer.expert_map is not None:
@@ -278,7 +278,7 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
         return PATHS[self.choice.path](tokens, self.routing, self.experts)
 
 
-def routing_of(layer: RoutedExperts) -> Routing:
+def get_routing(layer: RoutedExperts) -> Routing:
     """Return the routing of ``layer``, in the order in which vLLM selects a router."""
     groups = (layer.num_expert_group or 1) if layer.use_grouped_topk else 1
     if groups >= layer.global_num_experts or layer.global_num_experts % groups:

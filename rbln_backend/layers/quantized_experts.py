@@ -76,7 +76,7 @@ class ExpertFormat(ABC):
         """The scope of a scale, by the name that vLLM's loader uses."""
         return "channel" if self.quantized.group_size == CHANNEL else "group"
 
-    def scope_of(self, suffix: str) -> str:
+    def get_scope(self, suffix: str) -> str:
         """Return the scope of the stored tensor ``suffix``: ``scope``, of all by default."""
         return self.scope
 
@@ -241,7 +241,7 @@ class Nvfp4Rows(ExpertFormat):
     def scope(self) -> str:
         return "block"
 
-    def scope_of(self, suffix: str) -> str:
+    def get_scope(self, suffix: str) -> str:
         """As ``ExpertFormat``; the second scales belong to whole matrices."""
         return "tensor" if suffix in self._OF_WHOLE else self.scope
 
@@ -416,7 +416,7 @@ class RblnQuantizedMoEMethod(RblnMoEMethod):
                 stacked = value.new_zeros(num_experts, *value.shape)
                 parameter = nn.Parameter(stacked, requires_grad=False)
                 layer.register_parameter(f"{name}_{suffix}", parameter)
-                loader = {"is_transposed": is_transposed, "quant_method": written.scope_of(suffix)}
+                loader = {"is_transposed": is_transposed, "quant_method": written.get_scope(suffix)}
                 set_weight_attrs(parameter, attributes | loader)
 
     def process_weights_after_loading(self, layer: Any) -> None:

@@ -116,7 +116,7 @@ class RblnWna16LinearKernel(MPLinearKernel):
         w_zp_param_name: str | None = None,
     ) -> None:
         super().__init__(c, w_q_param_name, w_s_param_name, w_zp_param_name)
-        self.weights = _weights_of(c)
+        self.weights = _get_weights(c)
         rbln = configured(get_current_vllm_config())
         self._keeps_words = device_capabilities(rbln).packed_weights
         if not (self._keeps_words or self.weights.symmetric):
@@ -129,7 +129,7 @@ class RblnWna16LinearKernel(MPLinearKernel):
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
         """Return True if the layer is supported, else False and the documented reason."""
-        weights = _weights_of(c)
+        weights = _get_weights(c)
         obstacle = weights.obstacle(may_have_zeros=True)
         if obstacle is not None:
             return False, obstacle[1]
@@ -185,7 +185,7 @@ class RblnWna16LinearKernel(MPLinearKernel):
         return out
 
 
-def _weights_of(c: MPLinearLayerConfig) -> Weights:
+def _get_weights(c: MPLinearLayerConfig) -> Weights:
     """vLLM's description in our words; types with an offset have no zero points."""
     return Weights(
         bits=c.weight_type.size_bits,

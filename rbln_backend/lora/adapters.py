@@ -118,7 +118,7 @@ class Adapters:
     def slots(self) -> dict[int, int]:
         return self._slots.as_dict()
 
-    def slots_of(self, ids: Sequence[int], requests: Mapping[int, LoRARequest]) -> list[int]:
+    def get_slots(self, ids: Sequence[int], requests: Mapping[int, LoRARequest]) -> list[int]:
         """The slots of the rows of a step, whose adapters are ``ids``, 0 for none.
 
         An adapter that a request brought along is read now. Raises ``AdapterError``.
@@ -135,12 +135,12 @@ class Adapters:
             found.append(self._slots[lora_int_id])
         return found
 
-    def slot_of(self, request: CachedRequestState) -> int:
-        """The slot of one request's adapter, as ``slots_of``."""
+    def get_slot(self, request: CachedRequestState) -> int:
+        """The slot of one request's adapter, as ``get_slots``."""
         adapter = request.lora_request
         if adapter is None:
             return NO_ADAPTER
-        return self.slots_of([adapter.lora_int_id], {adapter.lora_int_id: adapter})[0]
+        return self.get_slots([adapter.lora_int_id], {adapter.lora_int_id: adapter})[0]
 
     def close(self) -> None:
         self._staging.close()

@@ -141,7 +141,7 @@ class _AttentionWithAxes:
         layer: Any = self
         width = layer.num_heads * layer.head_size_v if output_shape is None else output_shape[-1]
         upstream: Any = super()
-        shape = (*_axes_of(layer.layer_name), width)
+        shape = (*_get_axes(layer.layer_name), width)
         rows: Tensor = upstream.forward(query, key, value, torch.Size(shape), output_dtype)
         return rows.view(shape)
 
@@ -154,7 +154,7 @@ class _HeadNormWithAxes:
     def forward(self, x: Tensor, *residual: Tensor | None) -> Any:
         """x [B * L, heads, D] to the same, computed with axes; other shapes as upstream."""
         upstream: Any = super()
-        axes = _axes_of(self.attention_name)
+        axes = _get_axes(self.attention_name)
         if x.dim() != 3 or x.shape[:2] == axes:
             return upstream.forward(x, *residual)
         return upstream.forward(x.view(*axes, *x.shape[1:])).view(x.shape)
@@ -240,7 +240,7 @@ class _ExpertsOfRows:
         return rows.view(hidden_states.shape)
 
 
-def _axes_of(layer_name: str) -> tuple[int, int]:
+def _get_axes(layer_name: str) -> tuple[int, int]:
     """Return B and L of the graph that is being captured."""
     metadata: Any = get_forward_context().attn_metadata
     own = metadata[layer_name]

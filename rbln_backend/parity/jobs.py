@@ -286,7 +286,7 @@ def _read_config(model: str) -> Mapping[str, Any]:
     return config | (config.get("text_config") or {})
 
 
-def environ_of(side: Side) -> Mapping[str, str]:
+def get_environ(side: Side) -> Mapping[str, str]:
     """Return the environment of a side: this process's without vLLM's settings, plus the side's.
 
     Plug-ins and compile cache are as documented, so that no stored graph is compared. No kernel

@@ -43,7 +43,7 @@ def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(f"{name}.{index}", layer) for index, layer in chosen.named_children()]
 
 
-def state_of(output: Any) -> Tensor:
+def get_state(output: Any) -> Tensor:
     """Return the hidden states ``[..., hidden size]`` of a layer's output.
 
     vLLM's layers return the last block's output and the residual, which are added here. Other
@@ -63,7 +63,7 @@ def tapped(model: nn.Module, take: Callable[[Tensor], None]) -> Iterator[list[st
     """Call ``take`` with every layer's state [T, H], in order; yields the layers' names."""
     layers = decoder_layers(model)
     hooks = [
-        layer.register_forward_hook(lambda _module, _args, output: take(state_of(output)))
+        layer.register_forward_hook(lambda _module, _args, output: take(get_state(output)))
         for _, layer in layers
     ]
     try:

@@ -24,7 +24,7 @@ from rbln_backend.parity.jobs import (
     Layers,
     Side,
     SideResult,
-    environ_of,
+    get_environ,
 )
 from rbln_backend.parity.options import Limits, Options
 
@@ -382,7 +382,7 @@ class _Sides:
 
     def run(self, job: Job) -> SideResult:
         """Run a side; raises ``ChildError``."""
-        environ = environ_of(job.side)
+        environ = get_environ(job.side)
         for line in launch(job.side, environ):
             self._log(line)
         return run_child(

@@ -18,7 +18,7 @@ from vllm.v1.request import Request
 
 from rbln_backend.core import PageMoves
 from rbln_backend.kv_cache.coordinator import RblnKvCacheManager, RblnKvCoordinator
-from rbln_backend.kv_cache.plan import reuse_unit_of
+from rbln_backend.kv_cache.plan import get_reuse_unit
 from rbln_backend.kv_cache.specs import AppendedWindowSpec, WindowSpec, any_layer_spec, window_in
 from rbln_backend.kv_transfer.tiering import make_tiering
 from rbln_backend.lora.adapter_files import AdapterHasher, adapter_digests
@@ -88,7 +88,7 @@ class PrefixReuse:
         """
         rbln, cache = configured(vllm_config), vllm_config.cache_config
         specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
-        unit = reuse_unit_of(specs, rbln.sub_block_size or scheduler.block_size)
+        unit = get_reuse_unit(specs, rbln.sub_block_size or scheduler.block_size)
         self.coordinator = RblnKvCoordinator(
             kv_cache_config=scheduler.kv_cache_config,
             max_model_len=scheduler.max_model_len,
@@ -148,7 +148,7 @@ def hashers(algorithm_name: str, unit: int, digests: Mapping[int, str] | None = 
     algorithm = get_hash_fn_by_name(algorithm_name)
     plain: Hasher = get_request_block_hasher(unit, algorithm)
 
-    def hasher_of(request: Request) -> Hasher:
+    def get_hasher(request: Request) -> Hasher:
         if request.lora_request is None:
             return plain
         number = request.lora_request.lora_int_id
@@ -157,7 +157,7 @@ def hashers(algorithm_name: str, unit: int, digests: Mapping[int, str] | None = 
         own: Hasher = get_request_block_hasher(unit, lambda value: algorithm((name, value)))
         return AdapterHasher(own, digest)
 
-    return hasher_of
+    return get_hasher
 
 
 def settle_prefix_caching(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

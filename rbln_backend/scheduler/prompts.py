@@ -74,7 +74,7 @@ class StepBounds(NamedTuple):
     """Tokens of one prompt; the rest is left for later steps."""
 
 
-def adapter_of(request: Request) -> int | None:
+def get_adapter(request: Request) -> int | None:
     return request.lora_request.lora_int_id if request.lora_request else None
 
 
@@ -127,7 +127,7 @@ class _Chosen:
 
     def has_adapter(self, request: Request) -> bool:
         """Return whether ``request`` has the adapter of the chosen ones."""
-        return not self.requests or adapter_of(request) == adapter_of(self.requests[0])
+        return not self.requests or get_adapter(request) == get_adapter(self.requests[0])
 
     def suits(self, request: Request) -> bool:
         """Return whether it has that adapter and shares no chosen request's next prefix."""
@@ -443,7 +443,7 @@ class PromptScheduler(Scheduler):
         running = {r.lora_request.lora_int_id for r in self.running if r.lora_request}
         if len(running) < self.lora_config.max_loras:
             return []
-        return [r for r in self._waiting() if adapter_of(r) not in {None, *running}]
+        return [r for r in self._waiting() if get_adapter(r) not in {None, *running}]
 
 
 def chunk_plan(config: VllmConfig, chunks: BucketTable) -> ChunkPlan | None:

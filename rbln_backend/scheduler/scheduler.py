@@ -293,7 +293,7 @@ class RblnScheduler(PromptScheduler):
         """
         has_none = new_token_ids[-1] == NO_TOKEN
         known = new_token_ids[:-1] if has_none else new_token_ids
-        end = self._masks.end_of(request, known)
+        end = self._masks.get_end(request, known)
         tokens, stopped = super()._update_request_with_output(request, known[:end], is_stale)
         if end is not None and not stopped:
             request.status, stopped = RequestStatus.FINISHED_STOPPED, True
@@ -326,7 +326,7 @@ class RblnScheduler(PromptScheduler):
         Returns the preempted requests.
         """
         taken: list[Request] = []
-        wanted = self._blocks_of(front, prompts[:1])
+        wanted = self._get_blocks(front, prompts[:1])
         comes = bool(prompts) and prompts[0] not in front
         pool = self.kv_cache_manager.block_pool
         for request in [r for r in reversed(self.running) if is_background(r)]:
@@ -339,7 +339,7 @@ class RblnScheduler(PromptScheduler):
             taken.append(request)
         return taken
 
-    def _blocks_of(self, decoding: Sequence[Request], prompts: Sequence[Request]) -> int:
+    def _get_blocks(self, decoding: Sequence[Request], prompts: Sequence[Request]) -> int:
         return self._reuse.coordinator.most_blocks(len(decoding), [r.num_tokens for r in prompts])
 
     def _schedule_among(
@@ -475,7 +475,7 @@ class RblnScheduler(PromptScheduler):
         pool = self.kv_cache_manager.block_pool
         if first is None or will_compute_prefix_of(first, self._prefilling(), pool.hash_block_size):
             return None
-        fits = pool.get_num_free_blocks() >= self._blocks_of(rows.decoding, [first])
+        fits = pool.get_num_free_blocks() >= self._get_blocks(rows.decoding, [first])
         return first if fits else None
 
     def _chunk_tokens(self, prefilling: Sequence[Request], others: Sequence[Request]) -> int | None:

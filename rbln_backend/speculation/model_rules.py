@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rbln_backend.buckets import DRAFT_LAYERS, EAGLE, EAGLE3, MTP
 from rbln_backend.config import RblnConfig
 from rbln_backend.limits import DRAFT_MODEL, DRAFT_MODEL_OPTION, EAGLE_MODEL, MTP_MODEL, Feature
-from rbln_backend.speculation.text_drafts import draft_model_of
+from rbln_backend.speculation.text_drafts import get_draft_model
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
@@ -107,7 +107,7 @@ def settle_draft_model(config: VllmConfig) -> str | None:
     another next token. This can make a draft wrong, and no token.
     """
     # With its type, by which `make upstream` finds the attribute below.
-    speculation: SpeculativeConfig | None = draft_model_of(config)
+    speculation: SpeculativeConfig | None = get_draft_model(config)
     if speculation is None:
         return None
     if speculation.method in DRAFT_LAYERS:
@@ -129,9 +129,9 @@ def _check_eagle(config: VllmConfig) -> None:
         raise EAGLE_MODEL.refusal(
             f"draft model of {own.max_model_len} tokens, --max-model-len {served.max_model_len}"
         )
-    if _cache_of(own) != _cache_of(served):
+    if _get_cache(own) != _get_cache(served):
         raise EAGLE_MODEL.refusal(
-            f"draft model with {_cache_of(own)}, served model with {_cache_of(served)}"
+            f"draft model with {_get_cache(own)}, served model with {_get_cache(served)}"
         )
     if speculation.method == EAGLE:
         _check_format(served, EAGLE_MODEL)
@@ -167,5 +167,5 @@ def _check_format(served: ModelConfig, feature: Feature, formats: Sequence[str] 
         raise feature.refusal(f"served model {served.architecture} with quantization {written!r}")
 
 
-def _cache_of(model: ModelConfig) -> str:
+def _get_cache(model: ModelConfig) -> str:
     return f"{model.get_total_num_kv_heads()} KV heads of {model.get_head_size()}"

@@ -403,7 +403,7 @@ DRAFT_MODELS = ("medusa", "eagle", "eagle3", "mtp")
 """vLLM's names of the methods with a draft model."""
 
 
-def draft_model_of(config: VllmConfig) -> SpeculativeConfig | None:
+def get_draft_model(config: VllmConfig) -> SpeculativeConfig | None:
     """Return the speculation by one of ``DRAFT_MODELS``, None without a draft model."""
     speculation = config.speculative_config
     return speculation if speculation is not None and speculation.method in DRAFT_MODELS else None

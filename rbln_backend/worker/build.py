@@ -37,8 +37,8 @@ from rbln_backend.worker.graph_factory import (
     GraphRequest,
     Result,
     cache_fields,
+    get_workers,
     named_tensors,
-    workers_of,
 )
 from rbln_backend.worker.graph_functions import GraphFunction, forbid_missing_tokens, whole_part
 from rbln_backend.worker.graph_set import (
@@ -170,7 +170,7 @@ class EngineBuild:
             key_fields=cache_fields(config, rbln, self._groups),
             forward_context=self._forward_context,
             part=part,
-            capture_workers=workers_of(compiler, place.local_ranks),
+            capture_workers=get_workers(compiler, place.local_ranks),
         )
         self._draws: DeviceSampler | None = None
         if rbln.sample_on_device:

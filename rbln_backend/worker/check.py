@@ -35,7 +35,7 @@ from rbln_backend.reports.info import (
     PlannedGraph,
     StoreReport,
 )
-from rbln_backend.speculation.text_drafts import draft_model_of
+from rbln_backend.speculation.text_drafts import get_draft_model
 from rbln_backend.worker.graph_factory import binaries_key, cache_fields, graph_key
 from rbln_backend.worker.inputs import kv_groups
 from rbln_backend.worker.memory import memory_report
@@ -58,7 +58,7 @@ def inspect_model(config: VllmConfig) -> ModelReport:
     caching, reason = prefix_caching(config, preflight.rbln, preflight.specs)
     lora = config.lora_config
     follows = model.original_max_model_len != -1
-    draft = draft_model_of(config)
+    draft = get_draft_model(config)
     return ModelReport(
         architecture=model.architecture,
         task="generates text" if generates(config) else "pools",

@@ -25,7 +25,7 @@ from vllm.sequence import IntermediateTensors
 from rbln_backend.buckets import DRAFT_LAYERS, EAGLE, EAGLE3
 from rbln_backend.collectives import receive_from_first_stage, send_to_last_stage
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.speculation.text_drafts import draft_model_of
+from rbln_backend.speculation.text_drafts import get_draft_model
 
 GraphFunction = Callable[..., Any]
 
@@ -45,7 +45,7 @@ def add_draft_model(
     Raises ``UnsupportedModelError`` for one of another size, and for a checkpoint that lacks
     weights or has others.
     """
-    speculation = draft_model_of(config)
+    speculation = get_draft_model(config)
     if speculation is None:
         return
     draft_config = speculation.draft_model_config
@@ -391,7 +391,7 @@ def has_own_embedding(config: VllmConfig) -> bool:
     False where it has none or the same, with dummy weights, and with checkpoints that are not on
     this host.
     """
-    speculation = draft_model_of(config)
+    speculation = get_draft_model(config)
     if speculation is None or speculation.method not in (EAGLE, EAGLE3):
         return False
     if config.load_config.load_format == "dummy":
@@ -399,15 +399,15 @@ def has_own_embedding(config: VllmConfig) -> bool:
     dtype = config.model_config.dtype
     assert isinstance(dtype, torch.dtype)
     cache = config.load_config.download_dir
-    draft_files = _files_of(speculation.draft_model_config, cache)
-    return _is_another(draft_files, _files_of(config.model_config, cache), dtype)
+    draft_files = _get_files(speculation.draft_model_config, cache)
+    return _is_another(draft_files, _get_files(config.model_config, cache), dtype)
 
 
 _Files = tuple[tuple[Path, int], ...]
 """Files with their times in nanoseconds."""
 
 
-def _files_of(model: ModelConfig, cache: str | None) -> _Files:
+def _get_files(model: ModelConfig, cache: str | None) -> _Files:
     """Return the files with weights of a folder, or of a model of the hub in its ``cache``."""
     from huggingface_hub import snapshot_download
 

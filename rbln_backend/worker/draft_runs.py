@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from rbln_backend.buckets import room_of
+from rbln_backend.buckets import get_padded_size
 from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.settings import compiled_sizes, configured
-from rbln_backend.speculation.text_drafts import draft_model_of
+from rbln_backend.speculation.text_drafts import get_draft_model
 from rbln_backend.worker.draft_model import draft_model, reads_layers
 from rbln_backend.worker.drafting import DraftHeads, DraftSource, EndedStep
 from rbln_backend.worker.graph_factory import GraphRequest
-from rbln_backend.worker.graph_set import GraphDispatch, draft_specs, spec_of
+from rbln_backend.worker.graph_set import GraphDispatch, draft_specs, get_spec
 from rbln_backend.worker.inputs import DecodeRows, IntArray, KvGroup, StepInputs, padded_blocks
 
 
@@ -88,7 +88,7 @@ class DraftRuns:
 
         None: they are the same.
         """
-        sizes, speculation = compiled_sizes(config).drafted, draft_model_of(config)
+        sizes, speculation = compiled_sizes(config).drafted, get_draft_model(config)
         assert sizes is not None and sizes.length is not None and speculation is not None
         hidden_size: int = speculation.draft_model_config.get_hidden_size()
         dtype: Any = config.model_config.dtype
@@ -139,7 +139,7 @@ class DraftRuns:
 
     def read_chunk(self, pieces: Sequence[DraftPiece]) -> list[FirstDraft]:
         size = self._sizes.chunks.find(_size(pieces))
-        spec = spec_of(Phase.DRAFT_PREFILL, size, self._prompts)
+        spec = get_spec(Phase.DRAFT_PREFILL, size, self._prompts)
         buffers = self._buffers[spec]
         buffers.step.fill_prefill(
             [np.array(piece.tokens, dtype=np.int64) for piece in pieces],
@@ -229,10 +229,10 @@ class DraftRuns:
 
 def _size(pieces: Sequence[DraftPiece]) -> int:
     """Return the tokens of the smallest chunk that holds ``pieces``."""
-    return room_of(sum(len(piece.tokens) for piece in pieces), len(pieces))
+    return get_padded_size(sum(len(piece.tokens) for piece in pieces), len(pieces))
 
 
-def tokens_of(state: CachedRequestState, start: int, end: int) -> list[int]:
+def get_tokens(state: CachedRequestState, start: int, end: int) -> list[int]:
     """Return the tokens ``start`` to ``end`` of a request, 0 for one that is open."""
     prompt, answer = state.prompt_token_ids or [], state.output_token_ids
     tokens = [*prompt[start:end]]
@@ -324,7 +324,7 @@ class DraftLayer:
 
 def _piece(state: CachedRequestState, start: int, hidden: Tensor) -> DraftPiece:
     """Return hidden states [n, H] from slot ``start`` on, each with the token after it."""
-    tokens = tokens_of(state, start + 1, start + 1 + len(hidden))
+    tokens = get_tokens(state, start + 1, start + 1 + len(hidden))
     return DraftPiece(state, start, tokens, hidden)
 
 

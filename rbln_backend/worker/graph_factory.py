@@ -38,7 +38,7 @@ from rbln_backend.kv_cache.tensors import KvCaches
 from rbln_backend.layers.attention import RblnAttentionMetadata
 from rbln_backend.layers.encoder import EncoderAttentionImpl
 from rbln_backend.models import missing_in
-from rbln_backend.speculation.text_drafts import draft_model_of
+from rbln_backend.speculation.text_drafts import get_draft_model
 from rbln_backend.worker.draft_model import has_own_embedding
 from rbln_backend.worker.graph_functions import WHOLE, GraphFunction, ModelPart, graph_function
 from rbln_backend.worker.inputs import KvGroup
@@ -253,7 +253,7 @@ class GraphFactory:
 
     def _check(self, program: Program, request: GraphRequest) -> None:
         """Raise if ``program`` does not fit the model's tensors and the request's buffers."""
-        self._compiler.check(program, self._table.shapes_of(program.bindings, request.inputs))
+        self._compiler.check(program, self._table.get_shapes(program.bindings, request.inputs))
 
     def _load(self, request: GraphRequest) -> Program | None:
         if self._store is None:
@@ -315,7 +315,7 @@ class Captured:
     seconds: float
 
 
-def workers_of(compiler: Compiler, local_ranks: int) -> int:
+def get_workers(compiler: Compiler, local_ranks: int) -> int:
     """Return a rank's share of the cores, 1 for the SDK: its compiler may not survive a fork."""
     if not compiler.capabilities.runs_on_host:
         return 1
@@ -461,7 +461,7 @@ def cache_fields(config: VllmConfig, rbln: RblnConfig, groups: Sequence[KvGroup]
         adapters = {"slots": lora.max_loras, "rank": lora.max_lora_rank, "targets": targets}
     # The draft model and the number of its drafts.
     drafts: dict[str, Any] = {}
-    speculation = draft_model_of(config)
+    speculation = get_draft_model(config)
     if speculation is not None:
         draft = speculation.draft_model_config
         described = json.loads(json.dumps(draft.hf_config.to_dict(), default=str))

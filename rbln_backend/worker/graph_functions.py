@@ -20,7 +20,7 @@ from rbln_backend.devices.port import Capabilities
 from rbln_backend.graphs.operators import check_ops
 from rbln_backend.models import missing_in
 from rbln_backend.settings import compiled_sizes, configured
-from rbln_backend.speculation.text_drafts import draft_model_of
+from rbln_backend.speculation.text_drafts import get_draft_model
 from rbln_backend.worker.draft_model import carried_states, draft_function, in_rows, read_hidden
 
 GraphFunction = Callable[..., Any]
@@ -69,7 +69,7 @@ def whole_part(capabilities: Capabilities, config: VllmConfig) -> ModelPart:
         check_ops("argmax")
     return ModelPart(
         picks_tokens=picks and capabilities.picks_tokens,
-        keeps_hidden=draft_model_of(config) is not None,
+        keeps_hidden=get_draft_model(config) is not None,
         has_sdk_argmax=capabilities.picks_tokens,
         keeps_axes=capabilities.keeps_axes,
     )
@@ -83,7 +83,7 @@ def graph_function(
 
         def logits(hidden: Tensor) -> tuple[Tensor]:
             """[rows, H] -> logits [rows, V]."""
-            return (_logits_of(model, hidden),)
+            return (_get_logits(model, hidden),)
 
         return logits, ("hidden",)
     if phase is Phase.ADAPTERS:
@@ -117,7 +117,7 @@ def _prefill(model: Any, forward: _Forward, part: ModelPart) -> GraphFunction:
         if part.keeps_axes:
             logits = _logits_of_axes(model, hidden.unsqueeze(0)[:, token_indices])
         else:
-            logits = _logits_of(model, hidden.index_select(0, token_indices))
+            logits = _get_logits(model, hidden.index_select(0, token_indices))
         return (logits, hidden, *combined, *_picked(logits, part))
 
     return prefill
@@ -130,7 +130,7 @@ def _decode(model: Any, forward: _Forward, part: ModelPart) -> GraphFunction:
         if part.keeps_axes:
             logits = _logits_of_axes(model, hidden.view(*inputs[0].shape, -1))
         else:
-            logits = _logits_of(model, hidden)
+            logits = _get_logits(model, hidden)
         kept = (combined or (hidden,)) if part.keeps_hidden else ()
         return (logits, *kept, *_picked(logits, part))
 
@@ -156,7 +156,7 @@ def forbid_missing_tokens(model: nn.Module, config: ModelConfig, *, runs_on_host
     model.register_buffer("missing_logits", values, persistent=False)
 
 
-def _logits_of(model: Any, hidden: Tensor) -> Tensor:
+def _get_logits(model: Any, hidden: Tensor) -> Tensor:
     """Hidden states [rows, H] to logits [rows, V], -inf for ids without a token."""
     logits: Tensor = model.compute_logits(hidden)
     values: Tensor | None = getattr(model, "missing_logits", None)
@@ -169,8 +169,8 @@ def _logits_of(model: Any, hidden: Tensor) -> Tensor:
 
 
 def _logits_of_axes(model: Any, hidden: Tensor) -> Tensor:
-    """As ``_logits_of``, of hidden states [B, L, H], as the vendor's graphs compute them."""
-    return _logits_of(model, hidden).flatten(0, 1)
+    """As ``_get_logits``, of hidden states [B, L, H], as the vendor's graphs compute them."""
+    return _get_logits(model, hidden).flatten(0, 1)
 
 
 def _picked(logits: Tensor, part: ModelPart) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from rbln_backend.buckets import (
     DraftSizes,
     EngineBuckets,
     VerifyTable,
-    prompts_of,
+    get_prompts,
 )
 from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.devices.port import CompiledGraph
@@ -72,7 +72,7 @@ class GraphSet:
             if phase is Phase.VERIFY:
                 spec = GraphSpec.of(phase, *self.verify.find(size, length))
             else:
-                spec = spec_of(phase, self.tables[phase].find(size), self.prompts)
+                spec = get_spec(phase, self.tables[phase].find(size), self.prompts)
             selected = StepGraph(spec, self.inputs[spec], self.dispatch.get(spec))
             self._selected[(phase, size, length)] = selected
         return selected
@@ -82,7 +82,7 @@ class GraphSet:
         self._selected.clear()
 
 
-def tables_of(sizes: EngineBuckets) -> dict[Phase, BucketTable]:
+def get_tables(sizes: EngineBuckets) -> dict[Phase, BucketTable]:
     if sizes.decode is None:
         return {Phase.POOLING: sizes.chunks}
     return {Phase.PREFILL: sizes.chunks, Phase.DECODE: sizes.decode}
@@ -112,7 +112,7 @@ def plan(
     ``prompts``: most prompts of the largest prefill chunk. ``drafted``: sizes of the draft
     model's graphs, None without one.
     """
-    specs = [spec_of(phase, size, prompts) for phase, table in tables.items() for size in table]
+    specs = [get_spec(phase, size, prompts) for phase, table in tables.items() for size in table]
     specs += [GraphSpec.of(Phase.VERIFY, bucket, length) for bucket, length in verify]
     if has_logits:
         specs.append(GraphSpec.of(Phase.LOGITS, LOGITS_ROWS))
@@ -129,12 +129,12 @@ def draft_specs(drafted: DraftSizes | None, prompts: int = 1) -> list[GraphSpec]
     if drafted.length is None:
         return specs
     specs += [GraphSpec.of(Phase.DRAFT, size, drafted.length) for size in drafted.requests]
-    return specs + [spec_of(Phase.DRAFT_PREFILL, size, prompts) for size in drafted.chunks]
+    return specs + [get_spec(Phase.DRAFT_PREFILL, size, prompts) for size in drafted.chunks]
 
 
-def spec_of(phase: Phase, size: int, prompts: int) -> GraphSpec:
+def get_spec(phase: Phase, size: int, prompts: int) -> GraphSpec:
     """Return the graph of a chunk or a decode bucket; ``prompts`` as for ``plan``."""
-    return GraphSpec.of(phase, size, prompts=prompts_of(size, prompts) if phase.takes_chunk else 1)
+    return GraphSpec.of(phase, size, prompts=get_prompts(size, prompts) if phase.takes_chunk else 1)
 
 
 class GraphDispatch:
@@ -209,7 +209,7 @@ class LmHead:
     def __call__(self, hidden: Tensor, request: CachedRequestState) -> Tensor:
         buffer, pieces = self.inputs["hidden"], []
         if self._adapters is not None:
-            slot = self._adapters.slot_of(request)
+            slot = self._adapters.get_slot(request)
             self._adapters.row_input.fill(self.inputs[INPUT_NAME], [slot])
         for piece in hidden.split(LOGITS_ROWS):
             rows = len(piece)

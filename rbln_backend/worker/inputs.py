@@ -469,8 +469,8 @@ class AdapterRows:
         # All prompts of a chunk have one adapter.
         count = 1 if batch.phase.takes_chunk else batch.num_reqs
         ids = requests.request_lora_mapping[:count].tolist()
-        slots = self._adapters.slots_of(ids, requests.lora_id_to_lora_request)
-        slots += [self._adapters.slot_of(request) for request in batch.decode_prefill]
+        slots = self._adapters.get_slots(ids, requests.lora_id_to_lora_request)
+        slots += [self._adapters.get_slot(request) for request in batch.decode_prefill]
         if self._rows is not None and not batch.phase.takes_chunk:
             slots = [*self._rows.rearrange(slots)]
         inputs.fill_adapters(slots)

@@ -15,7 +15,7 @@ from typing import Any
 from vllm.config import ModelConfig, VllmConfig
 from vllm.logger import init_logger
 
-from rbln_backend.buckets import BucketTable, room_of
+from rbln_backend.buckets import BucketTable, get_padded_size
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.devices.port import Compiler
@@ -111,7 +111,7 @@ class StepMetrics:
             padded.inc(series.bucket - num_tokens)
         self._last_step.set_to_now()
         if num_reqs:
-            size = room_of(num_tokens, num_reqs) if series.takes_chunk else num_reqs
+            size = get_padded_size(num_tokens, num_reqs) if series.takes_chunk else num_reqs
             if self._usage is not None:
                 self._usage.note(series.tuned_as, size, series.bucket, seconds)
             if self._sizes is not None:

@@ -32,7 +32,7 @@ _NEVER_CACHED = frozenset(("token_embed", "token_classify", "plugin"))
 
 def pooling_tasks(model: nn.Module) -> tuple[str, ...]:
     """Return the tasks that the pooler of a pooling model supports, by vLLM's names."""
-    return tuple(sorted(_pooler_of(model).get_supported_tasks()))
+    return tuple(sorted(_get_pooler(model).get_supported_tasks()))
 
 
 class HostPooler:
@@ -40,7 +40,7 @@ class HostPooler:
 
     def __init__(self, model: nn.Module, *, reuses_prefixes: bool) -> None:
         """Raises ``UnsupportedModelError`` if a prefix hit would hide rows from the pooler."""
-        self._pooler = _pooler_of(model)
+        self._pooler = _get_pooler(model)
         self._rows: dict[str, list[Tensor]] = {}
         # For scores of late-interaction models: stores a query's rows until its documents arrive.
         self._late_interaction = LateInteractionRunner()
@@ -95,7 +95,7 @@ class HostPooler:
         self._late_interaction.on_requests_finished(request_ids)
 
 
-def _pooler_of(model: nn.Module) -> Pooler:
+def _get_pooler(model: nn.Module) -> Pooler:
     pooler = model.pooler
     assert isinstance(pooler, Pooler), "vLLM gives every model that it runs for pooling a pooler"
     return pooler

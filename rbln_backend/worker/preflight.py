@@ -31,7 +31,7 @@ from rbln_backend.devices.rebel.limits import check_windows
 from rbln_backend.errors import RblnError, UnsupportedModelError
 from rbln_backend.host.resources import host_memory
 from rbln_backend.kv_cache.fp8 import FP8_DTYPES
-from rbln_backend.kv_cache.plan import KvLimits, plan_specs, reuse_unit_of
+from rbln_backend.kv_cache.plan import KvLimits, get_reuse_unit, plan_specs
 from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, window_in
 from rbln_backend.kv_cache.tensors import sharing_layers
 from rbln_backend.kv_transfer.options import check_cached_layers, names_nixl
@@ -43,7 +43,7 @@ from rbln_backend.reports.info import CacheGroup
 from rbln_backend.settings import compiled_sizes, configured
 from rbln_backend.worker.device_sampler import sampler_specs
 from rbln_backend.worker.draft_model import add_draft_model, has_own_embedding
-from rbln_backend.worker.graph_set import plan, tables_of
+from rbln_backend.worker.graph_set import get_tables, plan
 from rbln_backend.worker.pooling import HostPooler
 from rbln_backend.worker.weights import missing_in_files
 
@@ -169,13 +169,13 @@ def generates(config: VllmConfig) -> bool:
 
 
 def bucket_tables(config: VllmConfig) -> dict[Phase, BucketTable]:
-    return tables_of(compiled_sizes(config))
+    return get_tables(compiled_sizes(config))
 
 
 def planned_graphs(config: VllmConfig) -> list[GraphSpec]:
     sizes, device = compiled_sizes(config), device_capabilities(configured(config))
     return plan(
-        tables_of(sizes),
+        get_tables(sizes),
         sizes.verify,
         has_logits=generates(config),
         tests_slots=config.lora_config is not None and not device.runs_on_host,
@@ -237,7 +237,7 @@ def prefix_caching(config: VllmConfig, rbln: RblnConfig, specs: LayerSpecs) -> t
             return False, flag
         return False, f"vLLM has no prefix hits for this way of pooling, or {flag}"
     assert rbln.sub_block_size is not None
-    tokens = reuse_unit_of(specs.values(), rbln.sub_block_size)
+    tokens = get_reuse_unit(specs.values(), rbln.sub_block_size)
     unit = f"prefixes are shared in units of {tokens} tokens"
     windows = [spec for spec in specs.values() if window_in(spec) is not None]
     if not windows:

@@ -399,7 +399,7 @@ class PromptLogprobs:
 
     def __init__(self, sampler: Sampler, logits_of: LogitsOf, vocab_size: int) -> None:
         self._sampler = sampler
-        self._logits_of = logits_of
+        self._get_logits = logits_of
         self._vocab_size = vocab_size
 
     def collect(
@@ -427,7 +427,7 @@ class PromptLogprobs:
         count = min(num_tokens, len(prompt) - 1 - start)
         if count > 0 and hidden is not None:
             targets = torch.tensor(prompt[start + 1 : start + 1 + count])
-            scores = self._logits_of(hidden[:count], request).to(torch.float32)
+            scores = self._get_logits(hidden[:count], request).to(torch.float32)
             if "logits" not in self._sampler.logprobs_mode:
                 scores = self._sampler.compute_logprobs(scores)
             gathered = self._sampler.gather_logprobs(scores, num_logprobs, targets)

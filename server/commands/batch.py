@@ -107,7 +107,7 @@ async def beside(service: Coroutine[Any, Any, int], work: Coroutine[Any, Any, in
             await asyncio.wait({job})
 
 
-def paths_of(argv: Sequence[str]) -> tuple[Path, Path]:
+def get_job_paths(argv: Sequence[str]) -> tuple[Path, Path]:
     """Return the input and output paths. Raises `ValueError` if one cannot be used."""
     source, target = (Path(text) for text in argv)
     if not source.is_file():

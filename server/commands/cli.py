@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 from server import __version__
 from server.commands.flags import (
     PROG,
-    flag_of,
+    get_flag,
+    get_settings,
     model_flags,
     nearest,
     server_parser,
-    settings_of,
     split,
     vllm_flags,
 )
@@ -68,7 +68,7 @@ def hidden_secrets(argv: Sequence[str]) -> list[str]:
     """Return the command line with asterisks in place of secrets."""
     words = list(argv)
     kind_by_flag = {
-        flag_of(name): field.annotation for name, field in ServerSettings.model_fields.items()
+        get_flag(name): field.annotation for name, field in ServerSettings.model_fields.items()
     }
     secret = {_VLLM_SECRET} | {flag for flag, kind in kind_by_flag.items() if "Secret" in str(kind)}
     known = vllm_flags() | kind_by_flag.keys()
@@ -202,7 +202,7 @@ Command = Callable[[Sequence[str]], int]
 def _serve(argv: Sequence[str]) -> int:
     parser = server_parser("serve")
     flags, rest = split(parser, argv)
-    settings = settings_of(parser, flags, rest)
+    settings = get_settings(parser, flags, rest)
     check_secrets(parser, settings)
     hide_secrets(argv)
     return run_server(settings, rest)
@@ -213,7 +213,7 @@ def _check(argv: Sequence[str]) -> int:
     _add_json(parser)
     flags, rest = split(parser, argv)
     as_json = bool(flags.pop("json", False))
-    settings = settings_of(parser, flags, rest)
+    settings = get_settings(parser, flags, rest)
     from server.commands.check import check
 
     return check(rest, settings, as_json=as_json)
@@ -229,7 +229,7 @@ def _compile(argv: Sequence[str]) -> int:
     _add_json(parser)
     flags, rest = split(parser, argv)
     as_json, levels = bool(flags.pop("json", False)), flags.pop("isa", [])
-    settings = settings_of(parser, flags, rest)
+    settings = get_settings(parser, flags, rest)
     from server.commands.check import compile_ahead
 
     assert isinstance(levels, list)
@@ -254,11 +254,11 @@ def _batch(argv: Sequence[str]) -> int:
     if None in named:
         parser.error("FILE, -o OUT and --model MODEL are needed")
     source, target, model = map(str, named)
-    from server.commands.batch import Work, answer_file, beside, paths_of
+    from server.commands.batch import Work, answer_file, beside, get_job_paths
 
-    settings = settings_of(parser, flags, [model, *rest])
+    settings = get_settings(parser, flags, [model, *rest])
     try:
-        paths = paths_of((source, target))
+        paths = get_job_paths((source, target))
     except ValueError as error:
         parser.error(str(error))
 

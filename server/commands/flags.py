@@ -100,10 +100,10 @@ def add_setting_flags(parser: argparse.ArgumentParser) -> None:
     for name, field in ServerSettings.model_fields.items():
         if name in SECTIONS:
             group = parser.add_argument_group(SECTIONS[name])
-        group.add_argument(flag_of(name), **_form(name, field), help=_help(name, field))
+        group.add_argument(get_flag(name), **_form(name, field), help=_help(name, field))
 
 
-def flag_of(name: str) -> str:
+def get_flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
@@ -240,7 +240,7 @@ def split(
     return flags, rest
 
 
-def settings_of(
+def get_settings(
     parser: argparse.ArgumentParser, flags: dict[str, object], rest: Sequence[str]
 ) -> ServerSettings:
     """Return the settings and configure the log; exit with 2 for an invalid command line."""
@@ -258,7 +258,7 @@ def model_flags(argv: Sequence[str]) -> tuple[list[str], ServerSettings]:
     """Return vLLM's arguments and our settings for MODEL and flags of `serve`."""
     parser = server_parser("check")
     flags, rest = split(parser, argv)
-    return rest, settings_of(parser, flags, rest)
+    return rest, get_settings(parser, flags, rest)
 
 
 def config_file(argv: Sequence[str]) -> dict[str, object]:

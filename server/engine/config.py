@@ -21,7 +21,7 @@ from rbln_backend import api
 from rbln_backend.api.names import MULTIMODAL, given_options, options_of_vllm
 from rbln_backend.errors import RblnError
 from rbln_backend.host.resources import vllm_build
-from server.engine.weight_files import check_model_folder, model_config_of
+from server.engine.weight_files import check_model_folder, get_model_config
 from server.errors import clip
 from server.frontend import LaunchError
 from server.settings import ServerSettings
@@ -224,7 +224,7 @@ def _reason(cause: Exception, model: str) -> str:
 def _broken_architecture(name: str, model: str) -> str:
     # vLLM imports a model's code to inspect it; code of vision towers needs packages that are not
     # installed without multimodal inputs.
-    if any(key in model_config_of(model) for key in _MULTIMODAL_CONFIGS):
+    if any(key in get_model_config(model) for key in _MULTIMODAL_CONFIGS):
         return str(MULTIMODAL.refusal(f"architecture {name!r}"))
     return f"architecture {name!r} cannot be imported by vLLM; its log above has the cause"
 

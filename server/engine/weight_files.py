@@ -48,7 +48,7 @@ def check_model_folder(model: str) -> None:
         raise LaunchError(f"MODEL {model!r}: {_CONFIG} must hold a JSON object, not {kind}")
 
 
-def model_config_of(model: str) -> JsonObject:
+def get_model_config(model: str) -> JsonObject:
     """Return the folder's config.json; empty for a model on the hub."""
     path = Path(model).expanduser() / _CONFIG
     if not path.is_file():
@@ -180,7 +180,7 @@ def _check_file(path: Path, counts: Counter[str], result: WeightFiles) -> list[s
             f"{path.name} has {size:,} bytes, its header says {wanted:,}; fetch it again"
         )
         return []
-    if hole := _hole_of(path, size):
+    if hole := _get_hole(path, size):
         result.problems.append(
             f"{path.name} has no data from byte {hole:,} on, as a download leaves it that was cut "
             "off in space reserved before; fetch it again"
@@ -195,7 +195,7 @@ def _check_file(path: Path, counts: Counter[str], result: WeightFiles) -> list[s
     return names
 
 
-def _hole_of(path: Path, size: int) -> int | None:
+def _get_hole(path: Path, size: int) -> int | None:
     """Return where a file's first hole begins; None where it has none, or the disk cannot say."""
     with path.open("rb") as file:
         try:

@@ -23,8 +23,8 @@ from server.admission import NO_LIMITS, KeyLimits
 from server.errors import AuthenticationError, PermissionDeniedError
 from server.host.files import FileWatch, read_regular
 from server.host.tasks import background_task, in_thread
-from server.request.endpoints import NEVER_GUARDED, Route, Scope, scope_of
-from server.request.options import EVERY_TIER, Tier, Tiers, tiers_of
+from server.request.endpoints import NEVER_GUARDED, Route, Scope, get_scope
+from server.request.options import EVERY_TIER, Tier, Tiers, get_tiers
 from server.request.record import Caller
 from server.settings import ServerSettings, SettingsError
 from server.storage.database import NO_KEY, owner_of_digest
@@ -98,7 +98,7 @@ class KeyRing:
                     match = key
         return match
 
-    def name_of(self, owner: str) -> str | None:
+    def get_key_name(self, owner: str) -> str | None:
         return next((key.name for key in self.keys if key.owner == owner), None)
 
     def limits(self) -> dict[str, KeyLimits]:
@@ -166,7 +166,7 @@ class Access:
         Raises `AuthenticationError` for a missing or unknown key, `PermissionDeniedError` for a key
         or a client address that may not use the route.
         """
-        needed = scope_of(route, scope["method"])
+        needed = get_scope(route, scope["method"])
         if needed in NEVER_GUARDED:
             return Caller(None, is_admin=False)
         keys: list[bytes] = []
@@ -204,11 +204,11 @@ class Access:
                 raise PermissionDeniedError(_UNGUARDED)
         return caller
 
-    def name_of(self, owner: str) -> str | None:
+    def get_key_name(self, owner: str) -> str | None:
         """Return the key name that metrics show for an owner, None for the owner without a key."""
         if owner == NO_KEY:
             return None
-        name = self._api.name_of(owner) or self._admin.name_of(owner)
+        name = self._api.get_key_name(owner) or self._admin.get_key_name(owner)
         # The owner of a named key is its name, which contains no colon.
         return name or ("removed" if ":" in owner else owner)
 
@@ -216,7 +216,7 @@ class Access:
         """Return the weights of the API keys by owner."""
         return {owner: limits.weight for owner, limits in self._api.limits().items()}
 
-    def limits_of(self, owner: str) -> KeyLimits:
+    def get_limits(self, owner: str) -> KeyLimits:
         """Return the limits of an owner's keys; none for an owner without a key."""
         return (self._admin.limits() | self._api.limits()).get(owner, NO_LIMITS)
 
@@ -261,7 +261,7 @@ def _named_key(where: str, named: re.Match[str], digest: bytes, limits: KeyLimit
     except ValueError as error:
         raise SettingsError(f"{where}: the limits of {name!r}: {error}") from None
     try:
-        return Key(name, digest, name, limits, tiers_of("+".join(tiers)) if tiers else EVERY_TIER)
+        return Key(name, digest, name, limits, get_tiers("+".join(tiers)) if tiers else EVERY_TIER)
     except ValueError:
         known = ", ".join(tier.value for tier in Tier)
         raise SettingsError(

@@ -47,7 +47,7 @@ from server.observability.tracing import (
     operation_attributes,
 )
 from server.request.body import CLIENT_GONE
-from server.request.endpoints import INVOCATIONS, OTHER, is_anthropic, route_of, route_path
+from server.request.endpoints import INVOCATIONS, OTHER, get_route, is_anthropic, route_path
 from server.request.endpoints import Scope as KeyScope
 from server.request.record import (
     ANTHROPIC_ID_HEADER,
@@ -56,9 +56,9 @@ from server.request.record import (
     Caller,
     InternalRequest,
     RequestRecord,
-    record_of,
+    get_record,
+    get_request_id,
     record_var,
-    request_id_of,
 )
 from server.settings import ServerSettings
 from server.wire import Endpoint, named_frame
@@ -92,13 +92,13 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         path = route_path(scope)
-        route = route_of(path)
+        route = get_route(path)
         if path[-1:] == "/" and path[-2:] not in ("/", "//"):
             # A redirect would lose the body of a POST.
-            without_slash = route_of(path[:-1])
+            without_slash = get_route(path[:-1])
             if without_slash is not OTHER:
                 route, scope["path"] = without_slash, scope["path"][:-1]
-        request_id = request_id_of(scope["headers"])
+        request_id = get_request_id(scope["headers"])
         id_header = (REQUEST_ID_HEADER, request_id.encode("ascii"))
         # With exactly this id, for handlers that read it from there.
         headers = [one for one in scope["headers"] if one[0] != REQUEST_ID_HEADER]
@@ -262,8 +262,10 @@ class AccessMiddleware:
 
     def _admit_internal(self, record: RequestRecord, internal: InternalRequest) -> None:
         """Let a request of the service itself pass as one of its owner."""
-        owner, limits = internal.owner, self._access.limits_of(internal.owner)
-        record.caller = Caller(self._access.name_of(owner), False, internal.tiers, owner, limits)
+        owner, limits = internal.owner, self._access.get_limits(internal.owner)
+        record.caller = Caller(
+            self._access.get_key_name(owner), False, internal.tiers, owner, limits
+        )
         if internal.permitted:
             # The request that made it was checked.
             record.on_end.append(
@@ -342,7 +344,7 @@ def begin_span(tracing: Tracing, scope: Scope, record: RequestRecord, request_id
     method = record.method if record.method in METHODS else "HTTP"
     name = operation or f"{method} {record.route.template}"
     record.span = tracing.begin(name, scope["headers"], attributes, remote=remote)
-    record.trace_headers = tracing.context_of(record.span)
+    record.trace_headers = tracing.get_trace_context(record.span)
 
 
 def end_span(tracing: Tracing, record: RequestRecord) -> None:
@@ -414,7 +416,7 @@ class OriginsMiddleware(CORSMiddleware):
         try:
             await super().__call__(scope, receive, send)
         except ServerError as error:
-            await send_error(error, send, record_of(scope))
+            await send_error(error, send, get_record(scope))
 
     def preflight_response(self, request_headers: Headers) -> Response:
         """Return the response of an allowed preflight request. Raises `OriginError`."""

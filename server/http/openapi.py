@@ -25,7 +25,14 @@ from server.errors import ErrorEnvelope, NotReadyError, ServerError
 from server.frontend import Frontend, WireSchemas
 from server.lifecycle import Lifecycle
 from server.request.body import JSON_TYPE
-from server.request.endpoints import INVOCATIONS, INVOKED, NEVER_GUARDED, Scope, route_of, scope_of
+from server.request.endpoints import (
+    INVOCATIONS,
+    INVOKED,
+    NEVER_GUARDED,
+    Scope,
+    get_route,
+    get_scope,
+)
 from server.wire import Endpoint, JsonObject
 
 BODY_FAILURES = (
@@ -104,8 +111,8 @@ class DescribedRoute(APIRoute):
     """A route of one method, documented by its handler's docstring, its types and its scope."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        route, (method,) = route_of(path), options["methods"]
-        scope = scope_of(route, method)
+        route, (method,) = get_route(path), options["methods"]
+        scope = get_scope(route, method)
         common: list[type[ServerError]] = [errors.InternalError]
         if scope not in NEVER_GUARDED:
             common.append(errors.AuthenticationError)

@@ -46,7 +46,7 @@ class Connections:
 
     def enter(self, address: tuple[str, int] | None) -> ConnectionSlot:
         """Count a connection from `address`; its slot holds the error if it is refused."""
-        client = client_of(address[0]) if address is not None else ""
+        client = get_client(address[0]) if address is not None else ""
         error: ServerError | None = None
         if self._open >= self.limit:
             error = TooManyConnectionsError(
@@ -96,7 +96,7 @@ class ConnectionSlot:
         self.connections.metrics.count("rbln_http_connection_refusals_total", reason)
 
 
-def client_of(host: str) -> str:
+def get_client(host: str) -> str:
     """Return the unit of the per-client limit: an IPv4 address or an IPv6 /64 network.
 
     A host with one IPv6 address usually owns its whole /64.

@@ -129,7 +129,7 @@ class Tracing:
             attributes=dict(attributes),
         )
 
-    def context_of(self, span: Span) -> dict[str, str]:
+    def get_trace_context(self, span: Span) -> dict[str, str]:
         """Return the trace context headers with `span` as the parent."""
         headers: dict[str, str] = {}
         self._propagator.inject(headers, self._trace.set_span_in_context(span))

@@ -119,7 +119,7 @@ _BY_PATH = {route.template: route for route in ROUTES if not route.prefix}
 _BY_PREFIX = [route for route in ROUTES if route.prefix]
 
 
-def route_of(path: str) -> Route:
+def get_route(path: str) -> Route:
     """Return the route of a path; unknown paths share one."""
     route = _BY_PATH.get(path)
     if route is None:
@@ -148,7 +148,7 @@ def is_anthropic(route: Route, path: str, headers: Iterable[tuple[bytes, bytes]]
     return any(name == _ANTHROPIC_VERSION for name, _ in headers)
 
 
-def scope_of(route: Route, method: str) -> Scope:
+def get_scope(route: Route, method: str) -> Scope:
     """Return the scope of a route for a method: removing an adapter needs more than reading it."""
     if route.template == "/v1/lora_adapters/{name}" and method not in ("GET", "HEAD"):
         return Scope.ADAPTERS
@@ -197,7 +197,7 @@ def request_form(endpoint: Endpoint, body: JsonObject) -> str:
     return name
 
 
-def forms_of(endpoint: Endpoint, known: Iterable[str]) -> list[str]:
+def get_forms(endpoint: Endpoint, known: Iterable[str]) -> list[str]:
     """Return the names of those `known` forms that are the endpoint's."""
     name = _SAME.get(endpoint, endpoint).name.lower()
     return [form for form in known if form == name or form.startswith(f"{name}_")]

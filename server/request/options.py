@@ -55,7 +55,7 @@ Tiers = Sequence[Tier]
 EVERY_TIER: Tiers = tuple(Tier)
 
 
-def tiers_of(text: str) -> Tiers:
+def get_tiers(text: str) -> Tiers:
     """Return the tiers of `flex`, `priority+default` and their like. Raises `ValueError`."""
     return tuple(dict.fromkeys(Tier(word) for word in text.split("+")))
 

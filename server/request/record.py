@@ -181,7 +181,7 @@ record_var: ContextVar[RequestRecord | None] = ContextVar("record", default=None
 """Record of the request that the current task serves."""
 
 
-def record_of(scope: Scope) -> RequestRecord:
+def get_record(scope: Scope) -> RequestRecord:
     """Return the record that the outermost middleware created."""
     record: RequestRecord = scope["state"]["record"]
     return record
@@ -246,7 +246,7 @@ ANTHROPIC_ID_HEADER = b"request-id"
 _HARMLESS = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
-def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+def get_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """Return the client's id if it is valid, else a new one."""
     for name, value in headers:
         if name == REQUEST_ID_HEADER and _HARMLESS.fullmatch(value):

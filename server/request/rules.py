@@ -242,14 +242,16 @@ class Shape:
 
 
 @cache
-def shapes_of(model: type[BaseModel]) -> dict[str, Shape]:
+def get_shapes(model: type[BaseModel]) -> dict[str, Shape]:
     """Return the shapes of those fields of a request model that hold nested objects."""
-    shapes = {name: shape_of(annotation) for name, annotation in _model_fields(model).items()}
+    shapes = {
+        name: get_field_shape(annotation) for name, annotation in _model_fields(model).items()
+    }
     return {name: shape for name, shape in shapes.items() if _has_forms(shape)}
 
 
 @cache
-def shape_of(annotation: Any) -> Shape:
+def get_field_shape(annotation: Any) -> Shape:
     shape = Shape()
     inner: list[Any] = []
     for part in _alternatives(annotation):
@@ -267,7 +269,7 @@ def shape_of(annotation: Any) -> Shape:
         elif origin in (list, Iterable, Sequence, typing.Iterable):
             inner += get_args(part)
     if inner:
-        shape.items = shape_of(typing.Union[tuple(inner)])  # noqa: UP007 (made of a list)
+        shape.items = get_field_shape(typing.Union[tuple(inner)])  # noqa: UP007 (made of a list)
     return shape
 
 
@@ -307,7 +309,7 @@ def check_shape(shape: Shape, value: object, path: str, policy: UnknownPolicy) -
 
 @cache
 def _union(annotations: tuple[Any, ...]) -> Shape:
-    return shape_of(typing.Union[annotations])  # noqa: UP007 (made of a tuple)
+    return get_field_shape(typing.Union[annotations])  # noqa: UP007 (made of a tuple)
 
 
 def _has_forms(shape: Shape) -> bool:

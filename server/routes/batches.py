@@ -30,7 +30,7 @@ from server.errors import (
 )
 from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.request.body import read_json_object
-from server.request.record import record_of
+from server.request.record import get_record
 from server.request.rules import UnknownPolicy, known_fields, parse_body
 from server.settings import ServerSettings
 from server.storage.batch_table import LONGEST_S, SHORTEST_S, CreateBatchBody
@@ -110,7 +110,7 @@ def files_router(store: Callable[[], BatchService], settings: ServerSettings) ->
         files = store().files
         upload = Upload(request, bounds.UPLOAD_TIMEOUT_S)
         file = await files.create(
-            owner_of(request), upload, lambda form: _checked_form(form, settings.unknown_fields)
+            get_owner(request), upload, lambda form: _checked_form(form, settings.unknown_fields)
         )
         return JSONResponse(file.shown())
 
@@ -124,15 +124,15 @@ def files_router(store: Callable[[], BatchService], settings: ServerSettings) ->
     ) -> JSONResponse:
         """List the files of the caller's API key."""
         files = store().files
-        page = page_of(limit, _MAX_FILES, after, order)
-        items, more = await files.list_files(owner_of(request), page, purpose)
+        page = make_page(limit, _MAX_FILES, after, order)
+        items, more = await files.list_files(get_owner(request), page, purpose)
         return JSONResponse(listed([file.shown() for file in items], has_more=more))
 
     @router.get("/v1/files/{file_id}/content", response_class=Response, responses=_KNOWN)
     async def content(file_id: str, request: Request) -> Response:
         """Return a file's content."""
         files = store().files
-        file = await files.get(owner_of(request), file_id)
+        file = await files.get(get_owner(request), file_id)
         path = files.content_path(file.id)
         if not path.is_file():
             raise NotFoundError(f"The content of {describe(file_id)} is gone.", param="file_id")
@@ -141,22 +141,22 @@ def files_router(store: Callable[[], BatchService], settings: ServerSettings) ->
     @router.get("/v1/files/{file_id}", response_model=FileObject, responses=_KNOWN)
     async def show(file_id: str, request: Request) -> JSONResponse:
         """Return one file."""
-        return JSONResponse((await store().files.get(owner_of(request), file_id)).shown())
+        return JSONResponse((await store().files.get(get_owner(request), file_id)).shown())
 
     @router.delete("/v1/files/{file_id}", response_model=DeletedFile, responses=_KNOWN)
     async def delete(file_id: str, request: Request) -> JSONResponse:
         """Delete a file."""
-        await store().files.delete(owner_of(request), file_id)
+        await store().files.delete(get_owner(request), file_id)
         return JSONResponse(DeletedFile(id=file_id, object="file", deleted=True))
 
     return router
 
 
-def owner_of(request: Request) -> str:
-    return record_of(request.scope).caller.owner
+def get_owner(request: Request) -> str:
+    return get_record(request.scope).caller.owner
 
 
-def page_of(limit: str, most: int, after: str | None, order: str) -> Page:
+def make_page(limit: str, most: int, after: str | None, order: str) -> Page:
     """Return the requested page of a list. Raises `InvalidValueError`."""
     if not (_is_number(limit) and 1 <= int(limit) <= most):
         raise invalid_value("limit", f"be 1 to {most}", limit)
@@ -224,7 +224,7 @@ def batches_router(store: Callable[[], BatchService], settings: ServerSettings) 
         body = await read_json_object(request, settings)
         fields = parse_body(CreateBatchBody, body, settings.unknown_fields)
         key = request.headers.get("idempotency-key")
-        batch = await service.create(owner_of(request), fields, key)
+        batch = await service.create(get_owner(request), fields, key)
         return JSONResponse(batch.shown())
 
     @router.get("/v1/batches", response_model=JsonObject, responses=_CHANGED_BATCH)
@@ -233,21 +233,21 @@ def batches_router(store: Callable[[], BatchService], settings: ServerSettings) 
     ) -> JSONResponse:
         """List the batches of the caller's API key, the newest first."""
         service = store()
-        page = page_of(limit, _MAX_BATCHES, after, "desc")
-        items, more = await service.list_batches(owner_of(request), page)
+        page = make_page(limit, _MAX_BATCHES, after, "desc")
+        items, more = await service.list_batches(get_owner(request), page)
         return JSONResponse(listed([batch.shown() for batch in items], has_more=more))
 
     @router.get("/v1/batches/{batch_id}", response_model=JsonObject, responses=_KNOWN)
     async def show(batch_id: str, request: Request) -> JSONResponse:
         """Return one batch."""
-        return JSONResponse((await store().get(owner_of(request), batch_id)).shown())
+        return JSONResponse((await store().get(get_owner(request), batch_id)).shown())
 
     @router.post(
         "/v1/batches/{batch_id}/cancel", response_model=JsonObject, responses=_CHANGED_BATCH
     )
     async def cancel(batch_id: str, request: Request) -> JSONResponse:
         """Cancel a batch; lines that have been answered keep their results."""
-        batch = await store().cancel(owner_of(request), batch_id)
+        batch = await store().cancel(get_owner(request), batch_id)
         return JSONResponse(batch.shown())
 
     return router

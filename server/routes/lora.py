@@ -27,7 +27,7 @@ from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.lora.registry import Adapter, AdapterObject, AdapterRegistry
 from server.observability.metrics import ServerMetrics
 from server.request.body import read_json_object
-from server.request.record import record_of
+from server.request.record import get_record
 from server.request.rules import parse_body
 from server.routes.models import ShownPaths
 from server.settings import ServerSettings
@@ -170,4 +170,4 @@ def _changed_by(body: type[BaseModel]) -> dict[str, Any]:
 
 def _seen(adapter: Adapter, request: Request, shown: ShownPaths) -> AdapterObject:
     described = adapter.to_dict()
-    return described if record_of(request.scope).caller.is_admin else shown.adapter(described)
+    return described if get_record(request.scope).caller.is_admin else shown.adapter(described)

@@ -22,7 +22,7 @@ from server.errors import (
 from server.frontend import Frontend
 from server.http.openapi import DescribedRoute, failing
 from server.lora.registry import AdapterObject
-from server.request.record import record_of
+from server.request.record import get_record
 from server.wire import JsonObject
 
 _DEFAULT_LIMIT, _MAX_LIMIT = 20, 1000
@@ -74,7 +74,7 @@ def models_router(frontend: Callable[[], Frontend], shown: ShownPaths) -> APIRou
 
     async def cards(request: Request) -> list[JsonObject]:
         served = await frontend().models()
-        return served if record_of(request.scope).caller.is_admin else [*map(shown.model, served)]
+        return served if get_record(request.scope).caller.is_admin else [*map(shown.model, served)]
 
     @router.get(
         "/v1/models",
@@ -89,7 +89,7 @@ def models_router(frontend: Callable[[], Frontend], shown: ShownPaths) -> APIRou
     ) -> JSONResponse:
         """List the model and its adapters; in Anthropic's format and pages with its header."""
         served = await cards(request)
-        if record_of(request.scope).anthropic:
+        if get_record(request.scope).anthropic:
             return JSONResponse(_model_page(served, limit, after_id, before_id), headers=_VARY)
         return JSONResponse({"object": "list", "data": served}, headers=_VARY)
 
@@ -103,7 +103,7 @@ def models_router(frontend: Callable[[], Frontend], shown: ShownPaths) -> APIRou
         served = await cards(request)
         for card in served:
             if card["id"] == model:
-                is_anthropic = record_of(request.scope).anthropic
+                is_anthropic = get_record(request.scope).anthropic
                 return JSONResponse(_model_info(card) if is_anthropic else card, headers=_VARY)
         names = ", ".join(repr(card["id"]) for card in served)
         raise ModelNotFoundError(
@@ -119,7 +119,7 @@ def models_router(frontend: Callable[[], Frontend], shown: ShownPaths) -> APIRou
                 "The tokenizer's configuration is not shown: the server was started without "
                 "--enable-tokenizer-info-endpoint."
             )
-        if not record_of(request.scope).caller.is_admin:
+        if not get_record(request.scope).caller.is_admin:
             info = {
                 name: shown.of(value) if isinstance(value, str) and name.endswith(_PATHS) else value
                 for name, value in info.items()

@@ -31,9 +31,9 @@ from server.http.openapi import DescribedRoute, failing
 from server.http.streaming import HeldStream, SseResponse
 from server.request.body import JSON_TYPE
 from server.request.options import Tier
-from server.request.record import RequestRecord, record_of
-from server.routes.batches import listed, owner_of, page_of
-from server.storage.raw_json import all_fields_of, object_of, string_of
+from server.request.record import RequestRecord, get_record
+from server.routes.batches import get_owner, listed, make_page
+from server.storage.raw_json import get_all_fields, get_string, make_object
 from server.storage.response_table import StorageOptions, page_of_items
 from server.storage.responses import END_EVENTS, ResponseService
 from server.wire import Endpoint, JsonObject, data_text, named_frame
@@ -75,7 +75,7 @@ def responses_router(service: Callable[[], ResponseService]) -> APIRouter:
         """Return a response, or stream its events after the number `starting_after`."""
         stored = service()
         _refuse_include(request)
-        response = await stored.get(owner_of(request), response_id)
+        response = await stored.get(get_owner(request), response_id)
         if stream not in ("true", "false"):
             raise invalid_value("stream", "be 'true' or 'false'", stream)
         if stream == "false":
@@ -88,20 +88,20 @@ def responses_router(service: Callable[[], ResponseService]) -> APIRouter:
         if starting_after is not None and not (number.isascii() and number.isdigit()):
             raise invalid_value("starting_after", "be the number of an event", number)
         frames = await stored.follow(response, int(number[:12]))
-        record = record_of(request.scope)
+        record = get_record(request.scope)
         record.stream = True
         return SseResponse(HeldStream(frames), record, _KEEP_ALIVE_S)
 
     @router.delete("/v1/responses/{response_id}", response_model=DeletedResponse, responses=_KNOWN)
     async def delete(response_id: str, request: Request) -> JSONResponse:
         """Delete a response; a running one is aborted."""
-        await service().delete(owner_of(request), response_id)
+        await service().delete(get_owner(request), response_id)
         return JSONResponse(DeletedResponse(id=response_id, object="response", deleted=True))
 
     @router.post("/v1/responses/{response_id}/cancel", response_model=JsonObject, responses=_READ)
     async def cancel(response_id: str, request: Request) -> Response:
         """Cancel a background response; one that has ended is unchanged."""
-        response = await service().cancel(owner_of(request), response_id)
+        response = await service().cancel(get_owner(request), response_id)
         return Response(response.shown(), media_type=JSON_TYPE)
 
     @router.get(
@@ -117,10 +117,10 @@ def responses_router(service: Callable[[], ResponseService]) -> APIRouter:
         """List the items of a response's own input, the last first by default."""
         stored = service()
         _refuse_include(request)
-        page = page_of(limit, _MAX_LIMIT, after, order)
-        response = await stored.get(owner_of(request), response_id, with_input=True)
+        page = make_page(limit, _MAX_LIMIT, after, order)
+        response = await stored.get(get_owner(request), response_id, with_input=True)
         items, more = page_of_items(response, page)
-        return Response(object_of(listed(items, has_more=more)), media_type=JSON_TYPE)
+        return Response(make_object(listed(items, has_more=more)), media_type=JSON_TYPE)
 
     return router
 
@@ -189,7 +189,7 @@ class ResponseStore:
         options, service = parsed.storage_options, self._service
         if options is None or service is None or not options.is_stored:
             return await self._frontend().handle(endpoint, parsed, extra_fields, request)
-        record = record_of(request.scope)
+        record = get_record(request.scope)
         owner = record.caller.owner
         if options.background:
             tier = record.tier or Tier.DEFAULT
@@ -245,7 +245,7 @@ class ResponseStore:
 
 def _unstored(whole: bytes) -> bytes:
     """Set `store` to false in the JSON text of a response."""
-    return object_of({**all_fields_of(whole), "store": False})
+    return make_object({**get_all_fields(whole), "store": False})
 
 
 async def _store(
@@ -269,10 +269,10 @@ async def _storing_end(
     async with aclosing(frames):
         async for frame in frames:
             if frame.startswith(END_EVENTS):
-                event = all_fields_of(data_text(frame))
+                event = get_all_fields(data_text(frame))
                 whole = bytes(event["response"])
                 if not await _store(service, owner, options, whole):
-                    name = str(string_of(bytes(event["type"])))
-                    data = object_of({**event, "response": Raw(_unstored(whole))})
+                    name = str(get_string(bytes(event["type"])))
+                    data = make_object({**event, "response": Raw(_unstored(whole))})
                     frame = named_frame(name, data)
             yield frame

@@ -25,7 +25,7 @@ from server.frontend import Frontend
 from server.http.openapi import DescribedRoute, failing
 from server.lifecycle import Lifecycle
 from server.observability.traffic import PERIOD_S, BucketAdvice, History, Sample
-from server.request.record import record_of
+from server.request.record import get_record
 from server.routes.models import ShownPaths
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import BACKEND
@@ -111,7 +111,9 @@ def server_info_router(
             "tools": frontend().tools.to_dict() if lifecycle.started else None,
             "settings": {"server": server_settings, "rbln": report.get("settings")},
         }
-        return JSONResponse(body if record_of(request.scope).caller.is_admin else shown.every(body))
+        return JSONResponse(
+            body if get_record(request.scope).caller.is_admin else shown.every(body)
+        )
 
     return router
 

@@ -37,11 +37,11 @@ from server.storage.raw_json import (
     UnknownNameError,
     decode,
     described,
-    fields_of,
     first_item,
+    get_fields,
+    get_string,
     in_one_line,
-    object_of,
-    string_of,
+    make_object,
 )
 from server.wire import Endpoint
 
@@ -129,10 +129,10 @@ def duplicate_id(number: int, custom_id: str) -> LineError:
     return _error("duplicate_custom_id", number, message, "custom_id")
 
 
-def body_of(raw: bytes) -> bytes:
+def get_body(raw: bytes) -> bytes:
     """Return the JSON body of a valid line. Raises `UnsupportedFieldError`."""
-    body = fields_of(raw, "body")["body"]
-    if fields_of(body, "stream").get("stream") == b"true":
+    body = get_fields(raw, "body")["body"]
+    if get_fields(body, "stream").get("stream") == b"true":
         raise UnsupportedFieldError(
             "'stream' is not supported in lines of a batch.", param="stream"
         )
@@ -153,21 +153,21 @@ def _read(
         return _error("unknown_field", number, f"Unknown field {describe(error.name)}.", error.name)
     except (JsonSyntaxError, ShapeError) as error:
         return _error("invalid_json_line", number, f"The line is not a JSON object: {error}.")
-    custom_id = string_of(bytes(line.custom_id))
+    custom_id = get_string(bytes(line.custom_id))
     if custom_id is None or not 0 < len(custom_id) <= _MAX_ID_CHARS:
         must = f"be a string of 1 to {_MAX_ID_CHARS} characters"
         return _wrong("invalid_custom_id", number, "custom_id", must, line.custom_id)
-    if string_of(bytes(line.method)) != "POST":
+    if get_string(bytes(line.method)) != "POST":
         return _wrong("invalid_method", number, "method", "be 'POST'", line.method)
-    if string_of(bytes(line.url)) != rules.endpoint:
+    if get_string(bytes(line.url)) != rules.endpoint:
         must = f"be the batch's endpoint {describe(rules.endpoint)}"
         return _wrong("mismatched_url", number, "url", must, line.url)
     body = bytes(line.body)
     if body[:1] != b"{":
         return _error("invalid_body", number, "'body' must be an object.", "body")
-    fields = fields_of(body, "model", "messages", "input", "instructions")
+    fields = get_fields(body, "model", "messages", "input", "instructions")
     model = fields.get("model", b"null")
-    if model != b"null" and string_of(model) is None:
+    if model != b"null" and get_string(model) is None:
         message = f"'model' must be a string, got {described(model)}."
         return _error("invalid_model", number, message, "body.model")
     prefix = _prefix(fields)
@@ -176,7 +176,7 @@ def _read(
         if len(groups) == _KNOWN_PREFIXES:
             groups.popitem(last=False)
         shared = groups[prefix] = f"{number:012}"
-    return InputLine(number, custom_id, place, len(raw), string_of(model), shared)
+    return InputLine(number, custom_id, place, len(raw), get_string(model), shared)
 
 
 def _wrong(code: str, line: int, name: str, must: str, value: Raw) -> LineError:
@@ -189,7 +189,7 @@ def _prefix(fields: dict[str, bytes]) -> bytes:
     first = first_item(fields.get("messages") or fields.get("input"))
     content = None
     if first is not None and first[:1] == b"{":
-        content = fields_of(first, "content").get("content")
+        content = get_fields(first, "content").get("content")
     begin = content or fields.get("instructions") or b""
     text = fields.get("model", b"") + b" " + begin[:_SHARED_BYTES]
     return hashlib.blake2b(text, digest_size=8).digest()
@@ -233,9 +233,9 @@ class LineResult:
         return "output" if self.succeeded else "error"
 
 
-def result_of(line: Line, answer: LoopbackResponse) -> LineResult:
+def make_result(line: Line, answer: LoopbackResponse) -> LineResult:
     """Return the result of a line that ran, with the unchanged body of the response."""
-    usage = msgspec.json.decode(fields_of(answer.body, "usage").get("usage", b"null"))
+    usage = msgspec.json.decode(get_fields(answer.body, "usage").get("usage", b"null"))
     usage = usage if isinstance(usage, dict) else {}
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
     response = {
@@ -263,7 +263,7 @@ def never_run(line: Line, why: str) -> LineResult:
 def _text(line: Line, *, response: Any, error: Any) -> bytes:
     name = f"batch_req_{line.batch.removeprefix('batch_')}_{line.number}"
     result = {"id": name, "custom_id": line.custom_id, "response": response, "error": error}
-    return object_of(result) + b"\n"
+    return make_object(result) + b"\n"
 
 
 _MOMENTS = tuple(

@@ -45,12 +45,12 @@ from server.storage.batch_table import (
     LineError,
     LineResult,
     LineRules,
-    body_of,
+    get_body,
+    make_result,
     never_run,
     read_lines,
-    result_of,
 )
-from server.storage.database import BATCHES, Database, DataFolder, Page, Store, usage_of
+from server.storage.database import BATCHES, Database, DataFolder, Page, Store, get_usage
 from server.storage.files import OUTPUT, FileStore, StoredFile
 from server.storage.jobs import JobLoop, LoopbackResponse, post_until_accepted
 
@@ -290,7 +290,7 @@ class BatchService:
         self.statuses = await self._database.read(BATCHES.count_by_status)
         lines = await self._database.read(table.lines_to_do)
         free = await asyncio.to_thread(self._folder.free_bytes)
-        values = (lines, *await self._database.read(usage_of, "files"), free)
+        values = (lines, *await self._database.read(get_usage, "files"), free)
         self._stored = dict(zip(_GAUGES, values, strict=True))
         if lines:
             self._times = await asyncio.to_thread(self._decode_times)
@@ -436,7 +436,7 @@ class BatchService:
             self._running.pop(key, None)
             return
         self._running[key].is_answered = True
-        self._unwritten.append(result_of(line, response))
+        self._unwritten.append(make_result(line, response))
         self._loop.wake()
 
     async def _send(self, batch: Batch, line: Line) -> LoopbackResponse:
@@ -447,7 +447,7 @@ class BatchService:
             try:
                 with path.open("rb") as file:
                     file.seek(line.place)
-                    return body_of(file.read(line.bytes))
+                    return get_body(file.read(line.bytes))
             except FileNotFoundError:
                 raise NotFoundError(
                     "The batch's input file was deleted before this line ran.",

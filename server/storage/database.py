@@ -609,7 +609,7 @@ def stored_bytes(connection: sqlite3.Connection) -> int:
     return int(size)
 
 
-def usage_of(connection: sqlite3.Connection, kind: Kind) -> tuple[int, int]:
+def get_usage(connection: sqlite3.Connection, kind: Kind) -> tuple[int, int]:
     """Return the number of all stored objects of a kind, and their bytes."""
     count, size = connection.execute(
         "SELECT coalesce(sum(objects), 0), coalesce(sum(bytes), 0) FROM usage WHERE kind = ?",

@@ -78,7 +78,7 @@ def decode(raw: bytes, kind: type[T]) -> T:
         raise JsonSyntaxError("it is nested too deep") from None
 
 
-def fields_of(raw: bytes, *names: str) -> dict[str, bytes]:
+def get_fields(raw: bytes, *names: str) -> dict[str, bytes]:
     """Return the texts of those fields in `names` that an object has.
 
     Raises `JsonSyntaxError`, `ShapeError`.
@@ -88,12 +88,12 @@ def fields_of(raw: bytes, *names: str) -> dict[str, bytes]:
     return {name: bytes(value) for name, value in values if value is not _ABSENT}
 
 
-def all_fields_of(raw: bytes) -> dict[str, Raw]:
+def get_all_fields(raw: bytes) -> dict[str, Raw]:
     """Return the texts of all fields of an object that this server wrote."""
     return decode(raw, dict[str, Raw])
 
 
-def object_of(fields: Mapping[str, Any]) -> bytes:
+def make_object(fields: Mapping[str, Any]) -> bytes:
     """Encode an object; values of type `Raw` are inserted unchanged."""
     return msgspec.json.encode(fields)
 
@@ -103,7 +103,7 @@ def with_fields(raw: bytes, fields: Mapping[str, Any]) -> bytes:
 
     Decoders take the last of two values for a name.
     """
-    return raw.rstrip()[:-1] + b"," + object_of(fields)[1:]
+    return raw.rstrip()[:-1] + b"," + make_object(fields)[1:]
 
 
 def first_item(raw: bytes | None) -> bytes | None:
@@ -124,7 +124,7 @@ def joined(arrays: Iterable[bytes]) -> bytes:
     return b"".join((b"[", *parts[:-1], b"]"))
 
 
-def string_of(raw: bytes | None) -> str | None:
+def get_string(raw: bytes | None) -> str | None:
     """Decode a string; return None for any other value. Raises `JsonSyntaxError`."""
     return decode(raw, str) if raw is not None and raw[:1] == b'"' else None
 

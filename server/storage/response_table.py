@@ -30,12 +30,12 @@ from server.request.record import RequestRecord
 from server.storage.database import RESPONSES, Page, Reservation, T, find_row, new_id
 from server.storage.raw_json import (
     JsonText,
-    all_fields_of,
     decode,
-    fields_of,
+    get_all_fields,
+    get_fields,
+    get_string,
     joined,
-    object_of,
-    string_of,
+    make_object,
     with_fields,
 )
 from server.wire import Endpoint, JsonObject
@@ -153,9 +153,9 @@ def finished_response(
     owner: str, previous: str | None, items: bytes, whole: bytes, keep_s: int
 ) -> Response:
     """Return the row for the JSON text `whole` of a finished response."""
-    fields = all_fields_of(whole)
-    status, output = string_of(bytes(fields.pop("status"))), bytes(fields.pop("output"))
-    identity, answer = string_of(bytes(fields["id"])), object_of(fields)
+    fields = get_all_fields(whole)
+    status, output = get_string(bytes(fields.pop("status"))), bytes(fields.pop("output"))
+    identity, answer = get_string(bytes(fields["id"])), make_object(fields)
     assert status is not None
     assert identity is not None
     now = int(time.time())
@@ -181,7 +181,7 @@ def queued_response(
     `shown` has the request fields that it shows, and the default model.
     """
     identity, now = new_id("resp_"), int(time.time())
-    model = string_of(fields_of(raw, "model").get("model"))
+    model = get_string(get_fields(raw, "model").get("model"))
     answer = to_json(
         {
             "id": identity,
@@ -358,10 +358,10 @@ def end(db: sqlite3.Connection, response_id: str, changes: Mapping[str, Any]) ->
     """
     response = _of_id(db, response_id, omitted=("input",))
     if response is not None and response.is_open:
-        fields = {**all_fields_of(response.answer), **changes}
+        fields = {**get_all_fields(response.answer), **changes}
         status, output = fields.pop("status"), bytes(fields.pop("output", response.output))
-        answer = object_of(fields)
-        text = status if isinstance(status, str) else string_of(bytes(status))
+        answer = make_object(fields)
+        text = status if isinstance(status, str) else get_string(bytes(status))
         more_bytes = len(answer) + len(output) - response.unfinished_bytes
         db.execute(
             "UPDATE responses SET status = ?, answer = ?, output = ?, request = NULL, "
@@ -524,7 +524,7 @@ def page_of_items(response: Response, page: Page) -> tuple[list[dict[str, Any]],
     if page.newest_first:
         numbers.reverse()
     if page.after is not None:
-        ids = [_id_of(response.id, number, items[number]) for number in numbers]
+        ids = [_make_id(response.id, number, items[number]) for number in numbers]
         if page.after not in ids:
             raise NotFoundError(
                 f"'after' is {describe(page.after)}, which is not there.", param="after"
@@ -534,35 +534,35 @@ def page_of_items(response: Response, page: Page) -> tuple[list[dict[str, Any]],
     return shown, len(numbers) > page.limit
 
 
-def _id_of(response_id: str, number: int, item: bytes) -> str:
+def _make_id(response_id: str, number: int, item: bytes) -> str:
     """Return the id of an item; items without one get an id from their number."""
     if item[:1] != b"{":
         return f"msg_{number}"
-    fields = fields_of(item, "id", "type")
-    if given := string_of(fields.get("id")):
+    fields = get_fields(item, "id", "type")
+    if given := get_string(fields.get("id")):
         return given
     prefix = "msg" if _kind(fields.get("type")) == _MESSAGE else "item"
     return f"{prefix}_{response_id.removeprefix('resp_')}_{number}"
 
 
 def _kind(value: bytes | Raw | None) -> str:
-    return string_of(None if value is None else bytes(value)) or _MESSAGE
+    return get_string(None if value is None else bytes(value)) or _MESSAGE
 
 
 def _shown(response_id: str, number: int, item: bytes) -> dict[str, Any]:
-    identity = _id_of(response_id, number, item)
+    identity = _make_id(response_id, number, item)
     if item[:1] != b"{":
         return {"type": _MESSAGE, "id": identity, "content": Raw(item)}
-    fields: dict[str, Any] = dict(all_fields_of(item))
+    fields: dict[str, Any] = dict(get_all_fields(item))
     kind = _kind(fields.get("type"))
     shown = {"type": kind, **fields, "id": identity}
-    if not string_of(bytes(fields.get("type", b"null"))):
+    if not get_string(bytes(fields.get("type", b"null"))):
         shown["type"] = kind
     if kind == _MESSAGE:
         shown.setdefault("status", "completed")
         content = fields.get("content")
         if content is not None and bytes(content)[:1] == b'"':
-            if string_of(bytes(fields.get("role", b"null"))) == "assistant":
+            if get_string(bytes(fields.get("role", b"null"))) == "assistant":
                 shown["content"] = [{"type": "output_text", "text": content, "annotations": []}]
             else:
                 shown["content"] = [{"type": "input_text", "text": content}]

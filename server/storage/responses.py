@@ -32,7 +32,7 @@ from server.settings import ServerSettings
 from server.storage import response_table as table
 from server.storage.database import RESPONSES, P, Reservation, Store, T, Work
 from server.storage.jobs import JobLoop, LoopbackResponse, post_until_accepted
-from server.storage.raw_json import all_fields_of, fields_of, object_of
+from server.storage.raw_json import get_all_fields, get_fields, make_object
 from server.storage.response_table import (
     Response,
     StorageOptions,
@@ -276,7 +276,7 @@ class ResponseService:
         """Return the event log of a waiting or running response, None for another."""
         if (run := self._runs.get(response_id)) is not None:
             return run.log
-        return self._log_of(response_id) if response_id in self._waiting else None
+        return self._get_log(response_id) if response_id in self._waiting else None
 
     async def _run(self, app: ASGIApp) -> None:
         """Run responses through `app` until cancelled."""
@@ -293,13 +293,13 @@ class ResponseService:
         """Remove a waiting response, or abort a running one."""
         if (waiting := self._waiting.pop(response_id, None)) is not None:
             self._queue.remove(waiting)
-            self._log_of(response_id).end()
+            self._get_log(response_id).end()
         elif (run := self._runs.pop(response_id, None)) is not None:
             run.task.cancel()
             await asyncio.wait({run.task})
             run.log.end()
 
-    def _log_of(self, response_id: str) -> EventLog:
+    def _get_log(self, response_id: str) -> EventLog:
         log = self._logs.get(response_id) or EventLog()
         self._logs[response_id] = log
         return log
@@ -311,7 +311,7 @@ class ResponseService:
             if (waiting := self._queue.take(running)) is None:
                 break
             del self._waiting[waiting.id]
-            log = self._log_of(waiting.id)
+            log = self._get_log(waiting.id)
             task = asyncio.create_task(self._run_one(waiting.id, log))
             self._runs[waiting.id] = _Run(waiting.owner, log, task)
         # Free rows wake nothing, a new response wakes the loop.
@@ -346,9 +346,9 @@ class ResponseService:
             changes = table.failure("Internal error.")
         if response.streams and not _has_ended(log):
             kind = "response.failed"
-            shown = object_of({**all_fields_of(response.shown()), **changes})
+            shown = make_object({**get_all_fields(response.shown()), **changes})
             data = {"type": kind, "sequence_number": len(log.frames), "response": Raw(shown)}
-            log.add(named_frame(kind, object_of(data)))
+            log.add(named_frame(kind, make_object(data)))
         await self._flush(identity, log)
         await self._write(table.end, identity, changes)
 
@@ -392,9 +392,9 @@ def _outcome(response: Response, log: EventLog, answer: LoopbackResponse) -> dic
     if answer.status != 200:
         return table.failure(from_json(answer.body)["error"]["message"])
     if not response.streams:
-        return dict(all_fields_of(answer.body))
+        return dict(get_all_fields(answer.body))
     if _has_ended(log):
-        return dict(all_fields_of(fields_of(data_text(log.frames[-1]), "response")["response"]))
+        return dict(get_all_fields(get_fields(data_text(log.frames[-1]), "response")["response"]))
     return table.failure("The answer was cut off.")
 
 

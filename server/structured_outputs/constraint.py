@@ -89,7 +89,7 @@ _ANNOTATIONS = frozenset(("$schema", "$id", "$comment", "title", "description"))
 """Keywords that say nothing of a value."""
 
 
-def constraints_of(
+def get_constraints(
     endpoint: Endpoint, fields: JsonObject, *, rewrites_tools: bool = True
 ) -> list[list[Constraint]]:
     """Return the constraints of the answer; each list is compiled together, each tool alone.
@@ -133,7 +133,7 @@ def object_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
     return given if _TYPING_KEYS & given.keys() else {"type": "object", **given}
 
 
-def kind_of(jobs: list[list[Constraint]]) -> str:
+def get_kind(jobs: list[list[Constraint]]) -> str:
     """Return the kind of guidance, one of `GUIDES`, of an answer with these constraints."""
     first = jobs[0][0]
     if first.param.startswith(f"{TOOLS}["):

@@ -262,7 +262,7 @@ class InputReader:
         return "".join(parts)
 
 
-def input_of(arguments: str) -> str:
+def get_input(arguments: str) -> str:
     """Return the input in whole or cut arguments, as a stream of them delivers it."""
     reader = InputReader()
     return reader.read(arguments) + reader.end()

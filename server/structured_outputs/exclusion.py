@@ -46,7 +46,7 @@ class NoNegationError(ValueError):
     """What a schema excludes is no schema that can be followed; the message names the keyword."""
 
 
-def types_of(schema: Any) -> Types:
+def get_types(schema: Any) -> Types:
     found = ALL_TYPES
     if "type" in schema:
         given = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
@@ -66,12 +66,12 @@ def named(types: Types) -> list[str] | None:
     return None if "integer" not in types else sorted(types - _NUMBERS | {"number"})
 
 
-def key_of(value: Any) -> Any:
+def get_key(value: Any) -> Any:
     """Return what is equal for equal JSON values."""
     if isinstance(value, dict):
-        return "object", frozenset((name, key_of(item)) for name, item in value.items())
+        return "object", frozenset((name, get_key(item)) for name, item in value.items())
     if isinstance(value, list):
-        return "array", tuple(map(key_of, value))
+        return "array", tuple(map(get_key, value))
     return "number" if _type_of(value) in _NUMBERS else _type_of(value), value
 
 
@@ -124,7 +124,7 @@ class Exclusion:
             return True
         common = ALL_TYPES
         for schema in (*map(_schema, first), *map(_schema, second)):
-            common &= types_of(schema)
+            common &= get_types(schema)
         if not common:
             return True
         mine, theirs = _values(first), _values(second)
@@ -197,7 +197,9 @@ class Exclusion:
             if keyword in ASSERTIONS:
                 found += self._negated_keyword(node, keyword, value, types)
         self._negated.discard(node.steps)
-        return [one for one in found if one is True or (one is not False and types & types_of(one))]
+        return [
+            one for one in found if one is True or (one is not False and types & get_types(one))
+        ]
 
     def _negated_keyword(self, node: Node, keyword: str, value: Any, types: Types) -> list[Any]:
         if keyword in _OTHER_SIDE:
@@ -213,7 +215,7 @@ class Exclusion:
         return negate(self, node, value, types)
 
     def _other_types(self, _node: Node, value: Any, types: Types) -> list[Any]:
-        if (names := named(types - types_of({"type": value}))) is None:
+        if (names := named(types - get_types({"type": value}))) is None:
             raise NoNegationError("a 'type' of integers, which leaves other numbers")
         return [{"type": names}] if names else []
 
@@ -274,7 +276,7 @@ def _values(nodes: Iterable[Node]) -> frozenset[Any] | None:
     for schema in map(_schema, nodes):
         for values in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
             if values is not None:
-                keys = frozenset(map(key_of, values))
+                keys = frozenset(map(get_key, values))
                 found = keys if found is None else found & keys
     return found
 

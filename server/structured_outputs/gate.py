@@ -38,11 +38,11 @@ from server.structured_outputs.constraint import (
     ANY_OBJECT,
     Constraint,
     ConstraintKind,
+    get_kind,
     job_key,
-    kind_of,
 )
 from server.structured_outputs.grammars import SchemaRules, schema_grammar
-from server.structured_outputs.trial import TrialVerdict, job_bytes, serve_trials, shares_of
+from server.structured_outputs.trial import TrialVerdict, get_shares, job_bytes, serve_trials
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -74,14 +74,14 @@ class GrammarGate:
     async def check(
         self, jobs: list[list[Constraint]], on_kind: Callable[[str], None] | None = None
     ) -> dict[bytes, str | None]:
-        """Return the grammars of a request's constraints (`constraints_of`) by job key.
+        """Return the grammars of a request's constraints (`get_constraints`) by job key.
 
         Calls `on_kind` first with the kind of guidance, if there is any. Raises
         `InvalidSchemaError` or `InvalidGrammarError` naming the field, `OverloadedError` if too
         many grammars wait for a trial, `NotTriedError` if the machine is too busy for one.
         """
         if jobs and on_kind is not None:
-            on_kind(kind_of(jobs))
+            on_kind(get_kind(jobs))
         return {job_key(job, exact=False): await self.check_job(job) for job in jobs}
 
     async def check_job(self, job: Sequence[Constraint]) -> str | None:
@@ -139,7 +139,7 @@ class GrammarGate:
 
     async def _try(self, job: Sequence[Constraint]) -> TrialVerdict:
         """Return and remember the verdict of a trial process, or that on a job that ended it."""
-        shares = shares_of(job)
+        shares = get_shares(job)
         limit_s = shares * self._cpu_s
         try:
             verdict = TrialVerdict.from_bytes(await self._pool.run(job_bytes(job), shares))

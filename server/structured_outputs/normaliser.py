@@ -20,14 +20,14 @@ from server.structured_outputs.exclusion import (
     NoNegationError,
     above,
     either,
+    get_types,
     matches,
-    types_of,
 )
 from server.structured_outputs.patterns import (
     ANY_TEXT,
     FORMAT_PATTERNS,
     PatternError,
-    prefix_of,
+    get_prefix,
     translated,
     without,
 )
@@ -178,7 +178,7 @@ class _Normaliser:
             return found
         if found is True:
             found = {}
-        if found.get("additionalProperties") is False or "object" not in _names_of(found):
+        if found.get("additionalProperties") is False or "object" not in _get_names(found):
             return found
         limit = _exactly(listing)
         limit["properties"] |= dict.fromkeys(listing.needed, True)
@@ -186,7 +186,7 @@ class _Normaliser:
             if listing.limits_names:
                 return found
             # Names that no pattern of the listing matches.
-            prefixes = [*map(prefix_of, listing.patterns)]
+            prefixes = [*map(get_prefix, listing.patterns)]
             known = [prefix for prefix in prefixes if prefix is not None]
             if len(known) == len(prefixes):
                 limit["patternProperties"][without((), known) if known else ANY_TEXT] = True
@@ -263,7 +263,7 @@ class _Normaliser:
         schema = node.schema
         found: Schema = {key: schema[key] for key in _COPIED if key in schema}
         found |= {key: int(schema[key]) for key in _COUNTS if key in schema}
-        if "number" in _names_of(schema) and "type" in schema and _BOUNDS.isdisjoint(schema):
+        if "number" in _get_names(schema) and "type" in schema and _BOUNDS.isdisjoint(schema):
             found |= {"minimum": -_MOST, "maximum": _MOST}
         more: list[Any] = []
         for keyword in schema:
@@ -329,7 +329,7 @@ class _Normaliser:
     def _exclusive(self, node: Node, nodes: list[Node], found: list[Any]) -> list[Any]:
         """Return the branches of a `oneOf`, each without what others of them allow."""
         assert isinstance(node.schema, dict)
-        types = types_of(node.schema)
+        types = get_types(node.schema)
         apart = []
         for one, row in zip(found, self._overlaps(node), strict=True):
             others = [other for other, overlaps in zip(nodes, row, strict=True) if overlaps]
@@ -345,7 +345,7 @@ class _Normaliser:
     def _not(self, node: Node, schema: Schema) -> Any:
         try:
             return either(
-                self._exclusion.negated(self._document.child(node, "not"), types_of(schema))
+                self._exclusion.negated(self._document.child(node, "not"), get_types(schema))
             )
         except NoNegationError as error:
             return self._leave_out(
@@ -361,7 +361,7 @@ class _Normaliser:
             for key in ("then", "else")
         )
         try:
-            other = either(self._exclusion.negated(condition, types_of(schema)))
+            other = either(self._exclusion.negated(condition, get_types(schema)))
         except NoNegationError as error:
             return self._leave_out(node, "if", f"with {error} cannot be followed; use 'anyOf'")
         cases = [_all_of([self._part(condition), then]), _all_of([other, otherwise])]
@@ -543,7 +543,7 @@ def _all_of(schemas: Sequence[Any]) -> Any:
     return {"allOf": found}
 
 
-def _names_of(schema: Schema) -> Collection[str]:
+def _get_names(schema: Schema) -> Collection[str]:
     given = schema.get("type", "object")
     return given if isinstance(given, list) else (given,)
 
@@ -566,7 +566,7 @@ def _name_rule(schema: Any) -> tuple[list[str] | None, str | None]:
 
     Raises `PatternError` if it has neither.
     """
-    if isinstance(schema, bool) or "string" not in types_of(schema):
+    if isinstance(schema, bool) or "string" not in get_types(schema):
         return (None if schema is True else []), None
     said = (ASSERTIONS & schema.keys()) - {"type", "$ref"}
     if "format" in said and schema["format"] not in FORMATS:
@@ -607,7 +607,7 @@ def _is_finite(schema: Any, finite: set[str]) -> bool:
         return False
     if "anyOf" in schema and not any(_is_finite(part, finite) for part in schema["anyOf"]):
         return False
-    types = set(_names_of(schema)) if "type" in schema else {"string"}
+    types = set(_get_names(schema)) if "type" in schema else {"string"}
     if types - {"object", "array"} or not {"enum", "const"}.isdisjoint(schema):
         return True
     properties = schema.get("properties", {})

@@ -285,7 +285,7 @@ def _rest(node: dict[str, Any]) -> str:
     return f"(?:{'|'.join(options)})"
 
 
-def prefix_of(pattern: str) -> str | None:
+def get_prefix(pattern: str) -> str | None:
     """Return the text with which a pattern's matches begin, if it says nothing else."""
     found = _PREFIX.fullmatch(pattern)
     return None if found is None else re.sub(r"\\(.)", r"\1", found[1])

@@ -377,10 +377,10 @@ class TrialVerdict:
 
 def job_bytes(constraints: Sequence[Constraint]) -> bytes:
     parts = [(c.kind.value, c.text, c.exact, c.derived, c.tagged) for c in constraints]
-    return json.dumps({"shares": shares_of(constraints), "parts": parts}).encode()
+    return json.dumps({"shares": get_shares(constraints), "parts": parts}).encode()
 
 
-def shares_of(constraints: Sequence[Constraint]) -> int:
+def get_shares(constraints: Sequence[Constraint]) -> int:
     """Return how many times the processor time of one constraint a job may take."""
     return max(constraint.shares for constraint in constraints)
 

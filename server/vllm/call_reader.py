@@ -317,7 +317,7 @@ class CallReader:
     def _read_object(self, one: JsonObject, final: bool, cut: bool) -> bool:
         one.read(self._text)
         is_open = one.end is None and not one.is_faulty
-        name, start, stop = self._call_of(one)
+        name, start, stop = self._get_call(one)
         if name in self._names and self._text.startswith("{", start, stop):
             if self._sent is None and (stop - start > self._held_length or (is_open and cut)):
                 self._announce(name, "")
@@ -345,7 +345,7 @@ class CallReader:
         self._object, self._is_behind = None, one.end is not None
         return True
 
-    def _call_of(self, one: JsonObject) -> tuple[str, int, int]:
+    def _get_call(self, one: JsonObject) -> tuple[str, int, int]:
         """Return the name that an object has for its tool, and the span of its arguments.
 
         The name is empty while it is unknown. The span is as long as it was read, or empty.

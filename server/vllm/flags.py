@@ -19,7 +19,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from rbln_backend.api.names import (
     CATALOGUE,
-    checkpoint_of,
+    get_checkpoint,
     hub_settings,
     is_on_hub,
     local_or_fetched,
@@ -136,7 +136,7 @@ def _use_local_checkpoint(args: Namespace, *, may_fetch: bool) -> None:
     try:
         if args.model in CATALOGUE:
             cache_root = Path(resolve(args.additional_config).config.cache_root)
-            folder: Path | None = checkpoint_of(args.model, cache_root)
+            folder: Path | None = get_checkpoint(args.model, cache_root)
         elif is_on_hub(args.model) and is_plain:
             hub = hub_settings()
             if isinstance(args.hf_token, str):

@@ -38,7 +38,7 @@ from server.host.job_pool import JobPool, WorkerStartError, process_starter
 from server.host.tasks import in_thread
 from server.lora.registry import AdapterRegistry
 from server.observability.tracing import OPERATIONS, Tracing
-from server.request.endpoints import forms_of
+from server.request.endpoints import get_forms
 from server.request.options import check_headers
 from server.request.record import RequestRecord
 from server.request.rules import IGNORED_HEADER
@@ -67,7 +67,7 @@ from server.vllm.patches import (
 )
 from server.vllm.reading import BodyReader, RequestReader, make_request_rules, serve_reading
 from server.vllm.rendering import RemoteTemplates, large_var, render_elsewhere, sanitizer
-from server.vllm.templates import templates_of
+from server.vllm.templates import get_templates
 from server.vllm.tools import check_parsers, choose_tools, template_tokenizer
 from server.wire import Endpoint, JsonObject
 
@@ -134,7 +134,7 @@ class VllmFrontend:
         self.keep_alive_s, self.tracing = keep_alive_s, tracing
         self._handlers = handlers(state)
         offered = frozenset(form for form, h in self._handlers.items() if h.serve is not None)
-        self.endpoints = frozenset(e for e in Endpoint if forms_of(e, offered))
+        self.endpoints = frozenset(e for e in Endpoint if get_forms(e, offered))
         rules = make_request_rules(engine.vllm_config, state, settings, tasks, offered, tools)
         self._limits = rules.limits
         engine.rewrites_tools = rules.rewrites_tools
@@ -152,12 +152,14 @@ class VllmFrontend:
         reader = RequestReader(self._body_reader, self._reading)
         self.read, self.take_reading = reader.read, reader.take_counts
         online = state.online_renderer
-        tokens_of, encoder = sanitizer(online) if settings.sanitize_control_tokens else (None, None)
+        get_tokens, encoder = (
+            sanitizer(online) if settings.sanitize_control_tokens else (None, None)
+        )
         templates = RemoteTemplates(
             reader.render,
-            templates_of(online),
+            get_templates(online),
             _CHARS_PER_BYTE * settings.max_body_bytes,
-            tokens_of,
+            get_tokens,
         )
         render_elsewhere(online.renderer, templates, bounds.READ_WORKERS, encoder)
 
@@ -188,7 +190,7 @@ class VllmFrontend:
 
         offered = {name: h.model for name, h in self._handlers.items() if h.serve is not None}
         forms = {
-            endpoint: [offered[form] for form in forms_of(endpoint, offered)]
+            endpoint: [offered[form] for form in get_forms(endpoint, offered)]
             for endpoint in Endpoint
         }
         return wire_schemas(

@@ -22,7 +22,7 @@ from vllm.exceptions import VLLMValidationError
 from server.errors import ContextLengthError
 from server.http.streaming import PING
 from server.request.options import Tier
-from server.request.record import Counts, record_of
+from server.request.record import Counts, get_record
 from server.tools import is_whole, replace_halves
 from server.vllm.errors import TOO_LONG_PARAMETERS
 from server.vllm.serving import Chats
@@ -42,13 +42,13 @@ class Messages(Chats, AnthropicServingMessages):
 
     async def create_messages(self, request: Any, raw_request: Any = None) -> Any:
         """Return a message, the frames of its events, or vLLM's error."""
-        wanted, record = request.max_tokens, record_of(raw_request.scope)
+        wanted, record = request.max_tokens, get_record(raw_request.scope)
         tier = (record.tier or Tier.DEFAULT).anthropic
         answer: Any = await self.create_chat_completion(request, raw_request)
         if isinstance(answer, ErrorResponse):
             return answer
         if isinstance(answer, ChatCompletionResponse):
-            return Response(to_json(message_of(answer, wanted, tier)))
+            return Response(to_json(make_message(answer, wanted, tier)))
         return message_events(answer, wanted, record.tokens.of_prefix, tier)
 
     async def render_chat_request(self, request: Any) -> Any:
@@ -88,7 +88,7 @@ def _too_long(length: str, most: int) -> ContextLengthError:
     )
 
 
-def message_of(chat: Any, max_tokens: int | None, tier: str) -> JsonObject:
+def make_message(chat: Any, max_tokens: int | None, tier: str) -> JsonObject:
     """Return the message for vLLM's ChatCompletionResponse to a request with `max_tokens`.
 
     `tier` is Anthropic's name of the request's service tier.
@@ -96,7 +96,7 @@ def message_of(chat: Any, max_tokens: int | None, tier: str) -> JsonObject:
     choice, used = chat.choices[0], chat.usage
     calls = choice.message.tool_calls
     completion = used.completion_tokens or 0
-    reason, sequence = stop_of(
+    reason, sequence = get_stop(
         choice.finish_reason,
         choice.stop_reason,
         calls=bool(calls),
@@ -115,7 +115,7 @@ def message_of(chat: Any, max_tokens: int | None, tier: str) -> JsonObject:
         "stop_reason": reason,
         "stop_sequence": sequence,
         "usage": {
-            **usage_of(used.prompt_tokens, completion, cached, created),
+            **get_usage(used.prompt_tokens, completion, cached, created),
             "service_tier": tier,
         },
     }
@@ -155,7 +155,7 @@ def tool_use_id(call_id: str) -> str:
     return call_id
 
 
-def usage_of(prompt: int, completion: int, cached: int, created: int) -> JsonObject:
+def get_usage(prompt: int, completion: int, cached: int, created: int) -> JsonObject:
     """Return `usage`, in which the prompt's tokens are counted in three parts."""
     return {
         "input_tokens": max(0, prompt - cached - created),
@@ -165,7 +165,7 @@ def usage_of(prompt: int, completion: int, cached: int, created: int) -> JsonObj
     }
 
 
-def stop_of(
+def get_stop(
     finish: str | None, matched: object, *, calls: bool, complete: bool, room_left: bool
 ) -> tuple[str, str | None]:
     """Return why a message stopped, and at which of its stop sequences.
@@ -219,13 +219,13 @@ class _Message:
         self._held = ""
         self._finish: str | None = None
         self._matched: object = None
-        self._usage: JsonObject = usage_of(0, 0, 0, 0)
+        self._usage: JsonObject = get_usage(0, 0, 0, 0)
 
     def take(self, chunk: JsonObject) -> Iterator[str]:
         if (usage := chunk.get("usage")) is not None:
             cached, created = self._prefix()
             prompt, completion = usage["prompt_tokens"], usage.get("completion_tokens") or 0
-            self._usage = usage_of(prompt, completion, cached, created)
+            self._usage = get_usage(prompt, completion, cached, created)
         if not self._begun:
             self._begun = True
             yield self._start(chunk)
@@ -261,7 +261,7 @@ class _Message:
     def end(self) -> Iterator[str]:
         yield from self._close()
         limit = self._max_tokens
-        reason, sequence = stop_of(
+        reason, sequence = get_stop(
             self._finish,
             self._matched,
             calls=self._called,

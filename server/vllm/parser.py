@@ -210,7 +210,7 @@ Some of vLLM's parsers read all earlier text again for each piece.
 """
 
 
-def pieces_of(
+def get_pieces(
     tokenizer: Any,
     text: str,
     token_ids: Sequence[int],
@@ -518,7 +518,7 @@ class ObjectCallParser:
         """Return the parts of an answer that is streamed to a parser of its own."""
         pieces = [(text, token_ids)]
         if not self._takes_any_pieces(request):
-            pieces = pieces_of(
+            pieces = get_pieces(
                 self.model_tokenizer,  # type: ignore[attr-defined]
                 text,
                 token_ids,

@@ -77,10 +77,10 @@ from server.request.rules import (
     accepted_fields,
     apply_field_rules,
     check_shape,
+    get_shapes,
     model_field_names,
     refuse_unknown,
     required_field_names,
-    shapes_of,
     unknown_field,
 )
 from server.request.sizes import RequestLimits, check_call_arguments, check_sizes
@@ -89,7 +89,7 @@ from server.request.values import REPORT_MODE, bound_tokens, check_values
 from server.settings import ServerSettings
 from server.storage.compaction import expand_compactions, summarise, take_trigger
 from server.storage.response_table import StorageOptions, shown_request, take_storage_options
-from server.structured_outputs.constraint import Constraint, constraints_of
+from server.structured_outputs.constraint import Constraint, get_constraints
 from server.structured_outputs.custom_tools import take_custom_tools
 from server.tools import FIELD, TOOL_FIELDS, ToolChoice, ToolSupport, check_choice, check_tools
 from server.vllm.errors import RequestContext, from_exception, from_validation
@@ -325,10 +325,10 @@ class BodyReader:
             check_choice(endpoint, fields)
         constraints: list[list[Constraint]] = []
         name = "structured_outputs"
-        if shape := shapes_of(model).get(name):
+        if shape := get_shapes(model).get(name):
             unset += check_shape(shape, fields.get(name), name, rules.unknown_fields)
         if rules.guided:
-            constraints = constraints_of(endpoint, fields, rewrites_tools=rules.rewrites_tools)
+            constraints = get_constraints(endpoint, fields, rewrites_tools=rules.rewrites_tools)
         # vLLM's model last: types, then unknown fields of nested objects.
         others = content_fields(endpoint)
         return ParsedRequest(
@@ -379,7 +379,7 @@ class BodyReader:
                         value_sent = fields["messages"][index][name]
                         path = f"messages[{index}].{name}"
                         raise from_validation(error, value_sent, path) from None
-        for name, shape in shapes_of(self._models[form]).items():
+        for name, shape in get_shapes(self._models[form]).items():
             unset += check_shape(shape, fields.get(name), name, self._rules.unknown_fields)
         if endpoint.anthropic:
             with self._validation_errors(endpoint, form, fields):
@@ -522,7 +522,7 @@ class RequestReader:
         try:
             async with self._turn(len(raw) + len(before or b"")):
                 job = job_bytes(endpoint, raw, before, request_id_var.get())
-                parsed: ParsedRequest | StorageOptions = answer_of(
+                parsed: ParsedRequest | StorageOptions = get_answer(
                     await self._exchange(job, "read", self._pool.timeout_s)
                 )
         except RequestError:
@@ -555,7 +555,7 @@ class RequestReader:
         """
         small = len(job) <= _SMALL_JOB_BYTES
         limit_s = bounds.RENDER_TIMEOUT_S if small else self._pool.timeout_s
-        rendered: Rendered = answer_of(await self._exchange(job, "render", limit_s, waits=True))
+        rendered: Rendered = get_answer(await self._exchange(job, "render", limit_s, waits=True))
         return rendered
 
     def take_counts(self) -> JobCounts:
@@ -606,7 +606,7 @@ def job_bytes(
     return f"{endpoint.name} {size} {request_id or ''}\n".encode() + (before or b"") + raw
 
 
-def answer_of(data: bytes) -> Any:
+def get_answer(data: bytes) -> Any:
     """Return the reply of a job: a parsed body or a rendered prompt.
 
     Raises the `ServerError` that it holds.

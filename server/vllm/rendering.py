@@ -126,7 +126,7 @@ def _control_tokens(texts: frozenset[str], roles: frozenset[str]) -> ControlToke
     return ControlTokens(texts, roles)
 
 
-def control_tokens_of(template: str, added: Iterable[AddedToken], named: str) -> ControlTokens:
+def get_control_tokens(template: str, added: Iterable[AddedToken], named: str) -> ControlTokens:
     """Return the control tokens among a tokenizer's added tokens.
 
     These are the special tokens, and others that the template or `named` has, in either form:
@@ -407,18 +407,22 @@ class RemoteTemplates:
     """Renders small conversations in place and others in another process; blocks meanwhile."""
 
     def __init__(
-        self, send: Send, served: Collection[str], max_chars: int, tokens_of: TokensOf | None = None
+        self,
+        send: Send,
+        served: Collection[str],
+        max_chars: int,
+        get_tokens: TokensOf | None = None,
     ) -> None:
         """Use from the event loop.
 
-        `served` are the templates of the served model. `tokens_of` returns the control tokens of a
+        `served` are the templates of the served model. `get_tokens` returns the control tokens of a
         template that texts must not become.
         """
         self._send = send
         self._in_place = frozenset(filter(is_bounded, served))
         self._all_in_place = len(self._in_place) == len(served)
         self._max_chars = max_chars
-        self._tokens_of = tokens_of
+        self._tokens_of = get_tokens
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
 
@@ -476,10 +480,10 @@ def sanitizer(online: OnlineRenderer) -> tuple[TokensOf | None, PlainTextEncoder
         named = f"{parser.reasoning_start_str}\0{parser.reasoning_end_str}"
 
     @lru_cache(maxsize=_CACHED)
-    def tokens_of(template: str) -> ControlTokens:
-        return control_tokens_of(template, added.values(), named)
+    def get_tokens(template: str) -> ControlTokens:
+        return get_control_tokens(template, added.values(), named)
 
-    return tokens_of, PlainTextEncoder(backend, added)
+    return get_tokens, PlainTextEncoder(backend, added)
 
 
 def render_elsewhere(

@@ -30,7 +30,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from server.errors import InternalError, ServerError
 from server.request.record import RequestRecord
 from server.storage.compaction import compacted, compaction_item
-from server.structured_outputs.custom_tools import CALL, InputReader, input_of
+from server.structured_outputs.custom_tools import CALL, InputReader, get_input
 from server.tools import Ending, is_whole
 from server.vllm.logprobs import UnsentLogprobs, add_bytes, most_likely, placed_entries
 from server.vllm.serving import GenerationServing, mark_unfinished, read_whole
@@ -148,7 +148,7 @@ class ClientCall:
 def custom_call(item: JsonObject) -> JsonObject:
     """Return the call of a custom tool for vLLM's whole call of the function in its place."""
     common = {k: v for k, v in item.items() if k not in ("arguments", "namespace")}
-    return {**common, "id": _new_id(CALL), "type": CALL, "input": input_of(item["arguments"])}
+    return {**common, "id": _new_id(CALL), "type": CALL, "input": get_input(item["arguments"])}
 
 
 class ServerToolCall:
@@ -311,7 +311,7 @@ def _ended(context: Any) -> Any:
 
 def response_json(answer: Any, extra_fields: JsonObject, record: RequestRecord) -> bytes:
     """Return the body for vLLM's `ResponsesResponse`; `extra_fields` are additional fields."""
-    response = response_of(answer, extra_fields, record)
+    response = make_response(answer, extra_fields, record)
     if record.compacts:
         return to_json(with_summary(response))
     is_cut = response["status"] == "incomplete"
@@ -328,8 +328,8 @@ def compacted_json(answer: Any, extra_fields: JsonObject, record: RequestRecord)
 
     `extra_fields["output"]` has the messages that stay. Raises `InternalError` without a summary.
     """
-    response = response_of(answer, {}, record)
-    return to_json(compacted(response, extra_fields["output"], _summary_of(response)))
+    response = make_response(answer, {}, record)
+    return to_json(compacted(response, extra_fields["output"], _get_summary(response)))
 
 
 def with_summary(response: JsonObject) -> JsonObject:
@@ -338,10 +338,10 @@ def with_summary(response: JsonObject) -> JsonObject:
     Raises `InternalError` for an empty summary.
     """
     ended = {"status": "completed", "incomplete_details": None, "completed_at": int(time.time())}
-    return {**response, **ended, "output": [compaction_item(_summary_of(response))]}
+    return {**response, **ended, "output": [compaction_item(_get_summary(response))]}
 
 
-def _summary_of(response: JsonObject) -> str:
+def _get_summary(response: JsonObject) -> str:
     # The text of the messages, or of reasoning that took all tokens.
     texts = {"message": "", "reasoning": ""}
     for item in response["output"]:
@@ -353,7 +353,9 @@ def _summary_of(response: JsonObject) -> str:
     return summary
 
 
-def response_of(answer: Any, extra_fields: JsonObject, record: RequestRecord | None) -> JsonObject:
+def make_response(
+    answer: Any, extra_fields: JsonObject, record: RequestRecord | None
+) -> JsonObject:
     """Return vLLM's `ResponsesResponse` with OpenAI's fields; its items are vLLM's."""
     response: JsonObject = answer.model_dump(mode="json", by_alias=True)
     for name in _VLLM_FIELDS:
@@ -498,7 +500,7 @@ class _ResponseStream:
         return self._frame(event) + self._frame({"type": "response.failed", "response": failed})
 
     def _response(self, event: Any) -> JsonObject:
-        return response_of(event.response, self._extra_fields, self._record)
+        return make_response(event.response, self._extra_fields, self._record)
 
     def _within(self, events: Iterator[JsonObject]) -> Iterator[str]:
         index = {"output_index": len(self._items)}

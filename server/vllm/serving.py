@@ -30,7 +30,7 @@ from vllm.renderers import TokenizeParams
 from vllm.tokenizers import TokenizerLike
 
 from server.request.record import record_var
-from server.structured_outputs.custom_tools import KIND, InputReader, input_of
+from server.structured_outputs.custom_tools import KIND, InputReader, get_input
 from server.tools import Ending, finish_reason
 from server.vllm.errors import RefusedError
 from server.vllm.logprobs import (
@@ -104,7 +104,7 @@ class EchoedPrompt:
         self._token_ids: Sequence[int] = rendered["prompt_token_ids"]
         spans = rendered.get("prompt_token_offsets") if sent is not None else None
         if sent is not None and spans is not None and len(self._token_ids) != most:
-            self.text, self._starts = sent, _starts_of(spans)
+            self.text, self._starts = sent, _get_starts(spans)
             return
         # The special tokens that the tokenizer adds to a text have an empty span.
         added = {index for index, (begin, end) in enumerate(spans or ()) if begin == end}
@@ -135,7 +135,7 @@ class EchoedPrompt:
         return placed_positions
 
 
-def _starts_of(spans: Sequence[tuple[int, int]]) -> list[int]:
+def _get_starts(spans: Sequence[tuple[int, int]]) -> list[int]:
     """Return where tokens begin; `spans` may leave out the space before a word."""
     starts, end = [], 0
     for begin, stop in spans:
@@ -412,7 +412,7 @@ def with_custom_calls(body: bytes, names: Collection[str]) -> bytes:
         for call in calls:
             if call["function"]["name"] in names:
                 function = call.pop("function")
-                custom = {"name": function["name"], "input": input_of(function["arguments"])}
+                custom = {"name": function["name"], "input": get_input(function["arguments"])}
                 call |= {"type": KIND, KIND: custom}
         message["tool_calls"] = calls
     return to_json(answer)

@@ -47,7 +47,7 @@ def template_variables(online: OnlineRenderer) -> TemplateVariables:
     arguments = _arguments(tokenizer)
     if not isinstance(renderer, HfRenderer):
         return TemplateVariables(chat=_WITHOUT_TEMPLATE, arguments=arguments)
-    chat = frozenset[str]().union(*map(_declared_or_none, templates_of(online)))
+    chat = frozenset[str]().union(*map(_declared_or_none, get_templates(online)))
     score = frozenset() if online.chat_template is None else _declared_or_none(online.chat_template)
     return TemplateVariables(chat=chat - arguments, score=score - arguments, arguments=arguments)
 
@@ -63,7 +63,7 @@ def declared_by(template: str) -> frozenset[str]:
         ) from None
 
 
-def templates_of(online: OnlineRenderer) -> set[str]:
+def get_templates(online: OnlineRenderer) -> set[str]:
     """Return the templates that vLLM chooses from: with and without tools."""
     from vllm.renderers.hf import HfRenderer, resolve_chat_template
 

@@ -220,7 +220,7 @@ _TOOL = {
 _USER = {"role": "user", "content": "a"}
 
 
-def tool_parser_of(template: str) -> str | None:
+def get_tool_parser_name(template: str) -> str | None:
     """Return the name of the parser for the calls of a chat template; None where it is unclear.
 
     Hermes' form is JSON with a name and arguments between two tags; others have the tags alone.
@@ -253,14 +253,14 @@ def choose_tools(
         # vLLM renders its prompts and parses its answers itself, and refuses other parsers.
         _choose_parser(args, _HARMONY)
         return ToolSupport("template", args.tool_call_parser, "rendered by vLLM in Harmony's form")
-    template = _template_of(args, tokenizer, model_config)
+    template = _get_template(args, tokenizer, model_config)
     if template is None:
         return ToolSupport(
             "template", args.tool_call_parser, "rendered by vLLM, without a Jinja template"
         )
     probe = _Probe(template, tokenizer, model_config, args.default_chat_template_kwargs or {})
     if probe.shows_tools():
-        _choose_parser(args, tool_parser_of(template))
+        _choose_parser(args, get_tool_parser_name(template))
         return ToolSupport("template", args.tool_call_parser, "it names them")
     if not settings.default_tool_prompt:
         reason = "the model's chat template shows no tools, and --no-default-tool-prompt is set"
@@ -317,7 +317,7 @@ def _choose_parser(args: Namespace, name: str | None) -> None:
         args.tool_call_parser, args.enable_auto_tool_choice = name, True
 
 
-def _template_of(args: Namespace, tokenizer: Any, model_config: ModelConfig) -> str | None:
+def _get_template(args: Namespace, tokenizer: Any, model_config: ModelConfig) -> str | None:
     """Return the Jinja template that vLLM renders requests with tools by; None for none."""
     from vllm.entrypoints.chat_utils import load_chat_template
     from vllm.renderers.hf import resolve_chat_template

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
-from server.request.endpoints import forms_of
+from server.request.endpoints import get_forms
 from server.vllm.models import request_models
 from server.wire import Endpoint
 
@@ -95,7 +95,7 @@ class Case:
 
 
 def endpoint_of(form: str) -> Endpoint:
-    return next(endpoint for endpoint in Endpoint if form in forms_of(endpoint, [form]))
+    return next(endpoint for endpoint in Endpoint if form in get_forms(endpoint, [form]))
 
 
 def large_fields() -> Iterator[tuple[str, str]]:

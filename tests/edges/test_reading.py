@@ -44,7 +44,7 @@ from server.vllm.reading import (
     RequestReader,
     RequestRules,
     _fail_fast_validator,
-    answer_of,
+    get_answer,
     is_small,
     job_bytes,
     serve_reading,
@@ -101,7 +101,7 @@ def test_every_form_is_read_and_can_be_sent_between_processes(
     reader: BodyReader, form: str
 ) -> None:
     given = reader.read(endpoint_of(form), raw(**BODIES[form]))
-    again = answer_of(pickle.dumps(given))
+    again = get_answer(pickle.dumps(given))
     assert again.answers == given.answers
     assert again.form == form
     assert again.model.model_dump() == given.model.model_dump()
@@ -248,12 +248,12 @@ def test_jobs_and_answers_survive_the_way(reader: BodyReader) -> None:
     assert job_bytes(Endpoint.CHAT, b"{\n}", None, "id") == b"CHAT -1 id\n{\n}"
     assert job_bytes(Endpoint.CHAT, b"{\n}", b"[]", "id") == b"CHAT 2 id\n[]{\n}"
     given = reader.read(Endpoint.CHAT, raw(messages=[USER]))
-    assert answer_of(pickle.dumps(given)).model.messages == [USER]
+    assert get_answer(pickle.dumps(given)).model.messages == [USER]
     with pytest.raises(FrozenInstanceError):
         given.answers = 0  # type: ignore[misc]
     refused = MissingFieldError("The field 'x' is missing.", param="x")
     with pytest.raises(MissingFieldError) as caught:
-        answer_of(pickle.dumps(refused))
+        get_answer(pickle.dumps(refused))
     assert (caught.value.message, caught.value.param) == (refused.message, "x")
 
 

@@ -43,7 +43,7 @@ def offloading(folder: Path | None, memory: int = 0, **more: Any) -> dict[str, A
     return {"kv_transfer_config": {**names, "kv_connector_extra_config": extra}}
 
 
-def tokens_of(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
+def get_tokens(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
     """Return the tokens of each answer, and the cached tokens of each prompt."""
     outputs = engine.generate(prompts, GREEDY)
     written(engine)
@@ -95,9 +95,9 @@ def test_a_restart_reads_prefixes_from_files(
 ) -> None:
     prompts = make_prompts(LENGTHS, seed=7)
     engine = engines.fresh(arch, **options, **offloading(tmp_path))
-    wanted, _ = tokens_of(engine, prompts)
+    wanted, _ = get_tokens(engine, prompts)
     restart(engine)
-    tokens, cached = tokens_of(engine, prompts)
+    tokens, cached = get_tokens(engine, prompts)
     assert tokens == wanted
     page = engine.core.scheduler._reuse.tiers._layout.tokens
     assert cached == [(length - 1) // page * page for length in LENGTHS]
@@ -109,12 +109,12 @@ def test_heads_of_blocks_that_files_gave_are_hit(engines: Engines, tmp_path: Pat
     (prompt,) = make_prompts([200], seed=8)
     shared = [prompt[:88] + prompt[150:160]]
     engine = engines.fresh("llama", block_size=64, rbln=FEW, **offloading(tmp_path))
-    (wanted, _), alone = tokens_of(engine, [prompt]), tokens_of(engine, shared)[0]
+    (wanted, _), alone = get_tokens(engine, [prompt]), get_tokens(engine, shared)[0]
     restart(engine)
-    assert tokens_of(engine, [prompt]) == (wanted, [192])
+    assert get_tokens(engine, [prompt]) == (wanted, [192])
     for file in stored(tmp_path):
         file.unlink()
-    assert tokens_of(engine, shared) == (alone, [80])
+    assert get_tokens(engine, shared) == (alone, [80])
 
 
 @pytest.mark.parametrize("arch", ["gemma3_text", pytest.param("gpt_oss", marks=pytest.mark.wide)])
@@ -123,10 +123,10 @@ def test_windows_are_resumed_where_files_have_all_of_them(
 ) -> None:
     prompts = make_prompts(LENGTHS, seed=17)
     engine = engines.fresh(arch, **offloading(tmp_path))
-    wanted, _ = tokens_of(engine, prompts)
-    _, kept = tokens_of(engine, prompts)
+    wanted, _ = get_tokens(engine, prompts)
+    _, kept = get_tokens(engine, prompts)
     restart(engine)
-    tokens, cached = tokens_of(engine, prompts)
+    tokens, cached = get_tokens(engine, prompts)
     assert tokens == wanted
     page = engine.core.scheduler._reuse.tiers._layout.tokens
     assert cached == [tokens // page * page for tokens in kept]
@@ -135,7 +135,7 @@ def test_windows_are_resumed_where_files_have_all_of_them(
         chance = random.Random(number)
         for file in chance.sample(stored(tmp_path), 8):
             damage(file, chance)
-        assert tokens_of(engine, prompts)[0] == wanted
+        assert get_tokens(engine, prompts)[0] == wanted
     assert is_clean(engine)
 
 
@@ -151,13 +151,13 @@ def tiered(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 def test_damaged_files_are_misses(tiered: tuple[Engine, Path]) -> None:
     engine, folder = tiered
     prompts, chance = make_prompts([150, 170, 199], seed=8), random.Random(8)
-    wanted, _ = tokens_of(engine, prompts)
+    wanted, _ = get_tokens(engine, prompts)
     damaged = found = 0.0
     for _ in range(10):
         restart(engine)
         for file in chance.sample(stored(folder), 12):
             damage(file, chance)
-        assert tokens_of(engine, prompts)[0] == wanted
+        assert get_tokens(engine, prompts)[0] == wanted
         damaged += engine.total("rbln_kv_tier_reads_total", result="damaged")
         found += engine.total("rbln_kv_tier_tokens_total")
     assert damaged > 10
@@ -174,14 +174,14 @@ def test_a_thousand_damaged_files_give_no_wrong_token(
 ) -> None:
     prompts, chance = make_prompts([150, 170, 199], seed=23), random.Random(23)
     engine = engines.fresh(arch, **options, **offloading(tmp_path))
-    wanted, _ = tokens_of(engine, prompts)
+    wanted, _ = get_tokens(engine, prompts)
     damaged, found, read = 0, 0.0, 0.0
     while damaged < 1000:
         restart(engine)
         for file in chance.sample(stored(tmp_path), 12):
             damage(file, chance)
             damaged += 1
-        assert tokens_of(engine, prompts)[0] == wanted
+        assert get_tokens(engine, prompts)[0] == wanted
         found += engine.total("rbln_kv_tier_reads_total", result="damaged")
         read += engine.total("rbln_kv_tier_tokens_total")
     assert found > 50
@@ -221,7 +221,7 @@ def test_requests_that_come_and_go_have_their_own_tokens(
     order = scheduler._order
     base = make_prompts([200], seed=9)[0]
     prompts = [[*base[: chance.randrange(20, 200)], n] for n in range(12)]
-    alone = [tokens_of(engine, [prompt])[0][0] for prompt in prompts]
+    alone = [get_tokens(engine, [prompt])[0][0] for prompt in prompts]
     restart(engine)
     if policy == "fcfs":
         scheduler._order = None
@@ -256,28 +256,28 @@ def test_a_full_disk_and_a_closed_folder_cost_no_answer(
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", fail)
-        wanted, _ = tokens_of(engine, prompts)
+        wanted, _ = get_tokens(engine, prompts)
     assert engine.total("rbln_kv_tier_writes_total", result="failed") > 0
     assert not list(folder.glob("*/*/*.tmp"))
     restart(engine)
-    assert tokens_of(engine, prompts) == (wanted, [0, 0])
+    assert get_tokens(engine, prompts) == (wanted, [0, 0])
     restart(engine)
     # As where the folder is mounted read-only.
     engine.core.scheduler._reuse.tiers._store._folder.is_read_only = True
     more = make_prompts([80], seed=11)
     before = len(stored(folder))
-    tokens_of(engine, more)
+    get_tokens(engine, more)
     assert len(stored(folder)) == before
-    assert tokens_of(engine, prompts)[0] == wanted
+    assert get_tokens(engine, prompts)[0] == wanted
 
 
 def test_pages_of_another_model_are_not_found(tiered: tuple[Engine, Path]) -> None:
     engine, folder = tiered
     prompts = make_prompts([100], seed=12)
     restart(engine)
-    tokens_of(engine, prompts)
+    get_tokens(engine, prompts)
     restart(engine)
-    assert tokens_of(engine, prompts)[1] == [96]
+    assert get_tokens(engine, prompts)[1] == [96]
     weights = sorted(engine.checkpoint.glob("*.safetensors"))[0]
     original = weights.read_bytes()
     changed = bytearray(original)
@@ -285,7 +285,7 @@ def test_pages_of_another_model_are_not_found(tiered: tuple[Engine, Path]) -> No
     try:
         weights.write_bytes(changed)
         restart(engine)
-        assert tokens_of(engine, prompts)[1] == [0]
+        assert get_tokens(engine, prompts)[1] == [0]
     finally:
         weights.write_bytes(original)
     assert len({file.parent.parent for file in stored(folder)}) == 2
@@ -355,14 +355,14 @@ def test_a_page_that_left_the_memory_is_stored_again() -> None:
 def test_memory_keeps_prefixes_that_left_the_cache(engines: Engines) -> None:
     engine = engines.fresh("llama", num_gpu_blocks_override=18, kv_offloading_size=0.01)
     prompts = make_prompts([150, 151, 152, 153], seed=13)
-    first, _ = tokens_of(engine, prompts)
+    first, _ = get_tokens(engine, prompts)
     for prompt, wanted in zip(prompts, first, strict=True):
         # 17 blocks hold one of them.
-        tokens, cached = tokens_of(engine, [prompt])
+        tokens, cached = get_tokens(engine, [prompt])
         assert (tokens, cached) == ([wanted], [144])
     assert engine.metric("rbln_kv_tier_reads_total", result="memory") >= 3 * 9
     assert engine.core.scheduler.reset_prefix_cache(reset_connector=True)
-    assert tokens_of(engine, prompts[:1]) == (first[:1], [0])
+    assert get_tokens(engine, prompts[:1]) == (first[:1], [0])
 
 
 @pytest.mark.parametrize(

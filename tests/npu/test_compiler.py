@@ -20,7 +20,7 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from rbln_backend.core import GraphSpec, Phase, StepOutputs
 from rbln_backend.devices.rebel.compiler import RebelCompiler
 from rbln_backend.devices.rebel.limits import Npu
-from rbln_backend.devices.rebel.modules import module_of
+from rbln_backend.devices.rebel.modules import get_module
 from rbln_backend.errors import CompileError, ConfigError, UnsupportedModelError
 from rbln_backend.graphs.operators import PASSED, check_ops
 from rbln_backend.graphs.program import Program
@@ -168,7 +168,7 @@ def test_names_that_read_alike_stay_apart() -> None:
     bindings = (*names, "input:a")
     graph = fx.Graph()
     graph.output(tuple(graph.placeholder(f"x{number}") for number in range(len(bindings))))
-    module = module_of(Program(graph, bindings), [torch.ones(1)] * len(bindings), None)
+    module = get_module(Program(graph, bindings), [torch.ones(1)] * len(bindings), None)
     names = [node.target for node in module.graph.nodes if node.op == "placeholder"]
     assert names == [
         "L_self_model_modules_a_buffers_b_c_",

@@ -34,7 +34,7 @@ from server.observability.tracing import Tracing
 from server.request.body import parse_json_object
 from server.request.endpoints import answers_in
 from server.request.options import pop_progress, pop_tier
-from server.request.record import record_of, record_var
+from server.request.record import get_record, record_var
 from server.service import serve
 from server.settings import ServerSettings
 from server.storage import services
@@ -123,13 +123,13 @@ class ScriptedFrontend:
         body = parsed.fields
         self.headers = dict(request.headers)
         if (uses := body.get("uses")) is not None:
-            record_of(request.scope).tokens.used.append(lambda: (uses[0], uses[1]))
+            get_record(request.scope).tokens.used.append(lambda: (uses[0], uses[1]))
         if (tokens := body.get("reserves")) is not None:
-            use = record_of(request.scope).key_use
+            use = get_record(request.scope).key_use
             assert use is not None
             use.reserve(tokens)
         if "progress" in body:
-            self._show_progress(body["progress"], record_of(request.scope).progress)
+            self._show_progress(body["progress"], get_record(request.scope).progress)
         if endpoint is Endpoint.RESPONSES and "do" not in body:
             return await self._respond(body, extra_fields)
         if body.get("stream"):
@@ -161,12 +161,12 @@ class ScriptedFrontend:
             return self._events(body, extra_fields)
         if body.get("user") == "wait":
             await self._wait("response")
-        return to_json(response_of(body, extra_fields))
+        return to_json(make_response(body, extra_fields))
 
     async def _events(
         self, body: JsonObject, extra_fields: JsonObject
     ) -> AsyncGenerator[str, None]:
-        frames = events_of(response_of(body, extra_fields))
+        frames = events_of(make_response(body, extra_fields))
         for number, frame in enumerate(frames):
             if number == 3 and body.get("user") == "wait":
                 await self._wait("events")
@@ -407,7 +407,7 @@ class AdapterFrontend(ScriptedFrontend):
             adapter = self.adapters.lease(body["model"])
             if adapter is None:
                 raise ModelNotFoundError("no such model", param="model")
-            record_of(request.scope).on_end.append(partial(self.adapters.release, adapter))
+            get_record(request.scope).on_end.append(partial(self.adapters.release, adapter))
         return await super().handle(endpoint, parsed, extra_fields, request)
 
 
@@ -475,7 +475,7 @@ def _frame(event: JsonObject) -> str:
 _numbers = itertools.count()
 
 
-def response_of(body: dict[str, Any], extra_fields: dict[str, Any]) -> dict[str, Any]:
+def make_response(body: dict[str, Any], extra_fields: dict[str, Any]) -> dict[str, Any]:
     """An answer that says how many items the request had."""
     given = body["input"]
     text = f"{len(given) if isinstance(given, list) else 1} items"

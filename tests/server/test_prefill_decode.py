@@ -100,20 +100,20 @@ def forty_prompts() -> list[list[int]]:
     return first + more
 
 
-def answer_of(servers: Servers, request: dict[str, Any]) -> list[int]:
+def get_answer(servers: Servers, request: dict[str, Any]) -> list[int]:
     sent = {**request, "kv_transfer_params": offer(servers.prefill, request)}
     return tokens(servers.decode.client.post("/v1/completions", json=sent))
 
 
 def answer_and_abort(servers: Servers, request: dict[str, Any]) -> list[int]:
-    """As ``answer_of``, beside clients that leave each of the servers."""
+    """As ``get_answer``, beside clients that leave each of the servers."""
     leaves = httpx.Timeout(5, read=0.02)
     asked = {**request, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
     sent = {**request, "kv_transfer_params": offer(servers.prefill, request), "max_tokens": 20}
     for server, body_ in ((servers.prefill, asked), (servers.decode, sent)):
         with contextlib.suppress(httpx.ReadTimeout):
             server.client.post("/v1/completions", json=body_, timeout=leaves)
-    return answer_of(servers, request)
+    return get_answer(servers, request)
 
 
 @pytest.mark.timeout(600)
@@ -130,7 +130,7 @@ def test_forty_prompts_under_load_with_aborts(servers: Servers) -> None:
         answers = [servers.decode.client.post("/v1/completions", json=one) for one in alone]
         wanted = [tokens(answer) for answer in answers]
         # The second round has prefix hits on both sides.
-        for ask in (answer_and_abort, answer_of):
+        for ask in (answer_and_abort, get_answer):
             assert list(clients.map(partial(ask, servers), requests)) == wanted
     until_free(servers.prefill, most_s=60)
     until_free(servers.decode)
@@ -156,7 +156,7 @@ def test_tensor_parallel_ranks_on_either_side(
         routes = [(servers.prefill, first), (first, servers.decode), (first, second)]
         for prefill, decode in routes:
             pair = Servers(prefill, decode)
-            assert [answer_of(pair, request) for request in requests] == wanted
+            assert [get_answer(pair, request) for request in requests] == wanted
         blocks = sum(-(-length // BLOCK) for length in LENGTHS)
         assert servers.decode.metric(READ) - before == blocks * block_bytes(servers.decode)
         for server in (first, second, *servers):

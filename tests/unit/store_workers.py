@@ -17,7 +17,7 @@ def open_store(
     return store, events
 
 
-def key_of(number: int) -> CacheKey:
+def get_key(number: int) -> CacheKey:
     return CacheKey({"graph": "decode", "bucket": number})
 
 
@@ -31,8 +31,8 @@ def write_many_and_verify(root: Path, rounds: int, barrier: Any, failures: Any) 
     for _ in range(rounds):
         for number in range(4):
             store, events = open_store(root)
-            store.store(key_of(number), payload_of(number))
-            loaded = store.load(key_of(number))
+            store.store(get_key(number), payload_of(number))
+            loaded = store.load(get_key(number))
             if loaded != payload_of(number):
                 failures.put((number, [event.kind for event in events]))
 
@@ -43,8 +43,8 @@ def churn(root: Path, rounds: int, barrier: Any, failures: Any) -> None:
     for turn in range(rounds):
         number = turn % 4
         store, events = open_store(root, max_bytes=1800)
-        store.store(key_of(number), payload_of(number))
-        loaded = store.load(key_of(number))
+        store.store(get_key(number), payload_of(number))
+        loaded = store.load(get_key(number))
         kinds = {event.kind for event in events}
         if loaded not in (None, payload_of(number)) or "corrupt" in kinds:
             failures.put((number, sorted(kinds)))
@@ -53,12 +53,12 @@ def churn(root: Path, rounds: int, barrier: Any, failures: Any) -> None:
 def write_forever(root: Path) -> None:
     """Write one entry of very many files: a writer to be killed in the middle."""
     store, _ = open_store(root)
-    store.store(key_of(0), {f"part-{i}": bytes(4096) for i in range(50_000)})
+    store.store(get_key(0), {f"part-{i}": bytes(4096) for i in range(50_000)})
 
 
 def hold_lock(root: Path, holding: Any, release: Any) -> None:
     store, _ = open_store(root)
-    with store.lock(key_of(0)):
+    with store.lock(get_key(0)):
         holding.set()
         release.wait()
 
@@ -67,15 +67,15 @@ def compile_once(root: Path, barrier: Any, compiled: Any) -> None:
     """Do what every rank does: load, or compile under the lock."""
     store, _ = open_store(root)
     barrier.wait()
-    with store.lock(key_of(0)):
-        if store.load(key_of(0)) is None:
+    with store.lock(get_key(0)):
+        if store.load(get_key(0)) is None:
             compiled.put(1)
-            store.store(key_of(0), payload_of(0))
+            store.store(get_key(0), payload_of(0))
 
 
 def store_with_file_limit(root: Path, result: Any) -> None:
     """Store a file that the system stops in the middle of, as a full disk would."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
     store, events = open_store(root)
-    store.store(key_of(0), {"big.bin": bytes(100_000)})
+    store.store(get_key(0), {"big.bin": bytes(100_000)})
     result.put([event.kind for event in events])

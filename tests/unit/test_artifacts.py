@@ -22,7 +22,7 @@ from rbln_backend.graphs.cache import (
     canonical_json,
 )
 from tests.unit import store_workers
-from tests.unit.store_workers import key_of, open_store, payload_of
+from tests.unit.store_workers import get_key, open_store, payload_of
 
 KEY = CacheKey({"phase": "decode", "bucket": 8})
 FILES = {"graph.json": b'{"nodes":[]}', "bindings.json": b"[1,2,3]", "empty": b""}
@@ -190,31 +190,31 @@ def test_entries_describe_themselves(filled: ArtifactStore) -> None:
 def test_prune_evicts_the_least_recently_used_first(tmp_path: Path) -> None:
     store, _ = open_store(tmp_path)
     for number in range(4):
-        store.store(key_of(number), {"data": bytes(1000)})
+        store.store(get_key(number), {"data": bytes(1000)})
         stamp = 1_000_000 + number
-        os.utime(entry_of(store, key_of(number)) / MANIFEST, (stamp, stamp))
-    store.load(key_of(0))
+        os.utime(entry_of(store, get_key(number)) / MANIFEST, (stamp, stamp))
+    store.load(get_key(0))
     bounded, events = open_store(tmp_path, max_bytes=sum(store.sizes()) // 2 + 100)
     bounded.prune()
     assert [(e.kind, e.digest) for e in events] == [
-        ("evicted", key_of(1).digest),
-        ("evicted", key_of(2).digest),
+        ("evicted", get_key(1).digest),
+        ("evicted", get_key(2).digest),
     ]
-    assert [entry.key for entry in bounded.entries()] == [key_of(3), key_of(0)]
+    assert [entry.key for entry in bounded.entries()] == [get_key(3), get_key(0)]
 
 
 def test_a_store_stays_within_its_bound(tmp_path: Path) -> None:
     store, events = open_store(tmp_path, max_bytes=5000)
     for number in range(10):
-        store.store(key_of(number), {"data": bytes(1000)})
+        store.store(get_key(number), {"data": bytes(1000)})
         assert sum(store.sizes()) <= 5000
-        assert store.load(key_of(number)) is not None
+        assert store.load(get_key(number)) is not None
     assert "evicted" in {event.kind for event in events}
 
 
 def test_what_exceeds_the_bound_alone_evicts_nothing(filled: ArtifactStore) -> None:
     store, events = open_store(filled.root, max_bytes=2000)
-    store.store(key_of(1), {"data": bytes(2001)})
+    store.store(get_key(1), {"data": bytes(2001)})
     assert [(e.kind, e.detail) for e in events] == [
         ("failed", "2001 bytes exceed the bound of 2000")
     ]
@@ -226,8 +226,8 @@ def test_a_read_only_store_reads_and_changes_nothing(filled: ArtifactStore) -> N
     before = snapshot(filled.root)
     store, events = open_store(filled.root, max_bytes=1, read_only=True)
     assert store.load(KEY) == FILES
-    store.store(key_of(1), {"data": b""})
-    with store.lock(key_of(1)) as waited:
+    store.store(get_key(1), {"data": b""})
+    with store.lock(get_key(1)) as waited:
         assert waited == 0.0
     store.prune()
     assert [event.kind for event in events] == ["hit", "read_only"]
@@ -265,7 +265,7 @@ def test_a_write_cut_off_by_the_system_leaves_nothing(
     process.join(DEADLINE_S)
     assert process.exitcode == 0
     assert list((tmp_path / "tmp").iterdir()) == []
-    assert open_store(tmp_path)[0].load(key_of(0)) is None
+    assert open_store(tmp_path)[0].load(get_key(0)) is None
 
 
 def test_a_killed_writer_leaves_no_entry_and_its_rest_is_removed(
@@ -281,9 +281,9 @@ def test_a_killed_writer_leaves_no_entry_and_its_rest_is_removed(
     process.join(DEADLINE_S)
     store, events = open_store(tmp_path)
     assert list((tmp_path / "tmp").iterdir()) == []
-    assert store.load(key_of(0)) is None
-    store.store(key_of(0), payload_of(0))
-    assert store.load(key_of(0)) == payload_of(0)
+    assert store.load(get_key(0)) is None
+    store.store(get_key(0), payload_of(0))
+    assert store.load(get_key(0)) == payload_of(0)
     assert [event.kind for event in events] == ["miss", "stored", "hit"]
 
 
@@ -295,7 +295,7 @@ def test_a_killed_lock_holder_does_not_block_others(
     assert holding.wait(DEADLINE_S)
     process.kill()
     store, events = open_store(tmp_path)
-    with store.lock(key_of(0)) as waited:
+    with store.lock(get_key(0)) as waited:
         assert waited < DEADLINE_S
     assert [event.kind for event in events] == ["lock_wait"]
 
@@ -307,10 +307,10 @@ def test_the_lock_is_held_per_key_between_processes(
     start(processes, store_workers.hold_lock, tmp_path, holding, release)
     assert holding.wait(DEADLINE_S)
     store, events = open_store(tmp_path)
-    with store.lock(key_of(1)) as waited:
+    with store.lock(get_key(1)) as waited:
         assert waited < 0.1
     threading.Timer(0.2, release.set).start()
-    with store.lock(key_of(0)) as waited:
+    with store.lock(get_key(0)) as waited:
         assert waited > 0.1
     assert [event.kind for event in events] == ["lock_wait", "lock_wait"]
     assert events[1].seconds == waited

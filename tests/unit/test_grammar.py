@@ -192,7 +192,7 @@ def test_ends_are_withheld_under_ignore_eos_while_anything_else_may_follow(
     assert found is not None
     expected = [[0b100000, 0, 1], rows[1], [0b100000, 0, 0], rows[3], [0b100000, 0, 1]]
     assert found.grammar_bitmask.tolist() == [*expected, rows[1], rows[0]]
-    assert masks.end_of(fixture.requests["a"], [7, 3, 9]) == 2
-    assert masks.end_of(fixture.requests["a"], [7, 5]) is None
-    assert masks.end_of(fixture.requests["e"], [7, 3]) is None
+    assert masks.get_end(fixture.requests["a"], [7, 3, 9]) == 2
+    assert masks.get_end(fixture.requests["a"], [7, 5]) is None
+    assert masks.get_end(fixture.requests["e"], [7, 3]) is None
     masks.close()

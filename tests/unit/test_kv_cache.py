@@ -30,12 +30,12 @@ from rbln_backend.kv_cache.layout import (
 from rbln_backend.kv_cache.managers import WindowLog
 from rbln_backend.kv_cache.plan import (
     KvLimits,
+    get_reuse_unit,
     paged_bytes_per_block,
     plan_specs,
-    reuse_unit_of,
     window_bytes,
 )
-from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec, parts_of
+from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec, get_parts
 from rbln_backend.kv_cache.tensors import KvCaches
 
 HEADS = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
@@ -78,7 +78,7 @@ def test_a_hybrid_has_both_kinds() -> None:
 def test_a_compressed_cache_holds_values_within_keys() -> None:
     (spec,) = plan({"a": MLAAttentionSpec(block_size=32, **HEADS)}).values()
     assert isinstance(spec, PagedSpec)
-    assert parts_of(spec) == 1
+    assert get_parts(spec) == 1
     assert paged_bytes_per_block([spec]) == 32 * TOKEN_BYTES // 2
 
 
@@ -127,9 +127,9 @@ def test_pages_fill_the_windows(windows: list[int], unit: int, chunk: int, expec
         unit=unit,
         chunk_tokens=chunk,
     )
-    assert reuse_unit_of(specs.values(), 99) == expected
+    assert get_reuse_unit(specs.values(), 99) == expected
     assert {s.page_tokens for s in specs.values() if isinstance(s, WindowSpec)} == {expected}
-    assert reuse_unit_of([specs["full"]], 99) == 99
+    assert get_reuse_unit([specs["full"]], 99) == 99
 
 
 def test_windows_need_the_hybrid_manager() -> None:

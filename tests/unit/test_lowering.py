@@ -44,7 +44,7 @@ def targets(program: Program) -> list[str]:
     return [str(getattr(node.target, "__name__", node.target)) for node in calls]
 
 
-def result_of(program: Program, table: TensorTable, **step: Tensor) -> Tensor:
+def make_result(program: Program, table: TensorTable, **step: Tensor) -> Tensor:
     tensors = table.resolve_all(program.bindings, step)
     with torch.inference_mode():
         result: Tensor = fx.GraphModule({}, program.graph)(*tensors)[0]
@@ -55,7 +55,7 @@ def test_buffers_and_casts_disappear_and_the_result_stays() -> None:
     layer, table, x, program = captured()
     lowered = lower_graph(program, pack_linear=False)
     assert not {"copy_", "to"} & set(targets(lowered))
-    torch.testing.assert_close(result_of(lowered, table, x=x), layer(x))
+    torch.testing.assert_close(make_result(lowered, table, x=x), layer(x))
 
 
 def test_the_captured_program_is_left_alone() -> None:
@@ -76,7 +76,7 @@ def test_a_write_is_never_dead_code() -> None:
         return x + 1
 
     lowered = lower_graph(capture(step, (x,), table, {"x": x}), pack_linear=True)
-    result_of(lowered, table, x=x)
+    make_result(lowered, table, x=x)
     torch.testing.assert_close(log, x * 2)
 
 
@@ -108,7 +108,7 @@ def test_packed_linears_compute_the_same() -> None:
     assert "param:projection.weight" not in lowered.bindings
     expected = layer(x)
     table.pack_weights(lowered.bindings)
-    torch.testing.assert_close(result_of(lowered, table, x=x), expected)
+    torch.testing.assert_close(make_result(lowered, table, x=x), expected)
     # The plain copy goes once nothing reads it; its shape stays for a later capture.
     assert layer.projection.weight.shape == (6, 4)
     assert layer.projection.weight.untyped_storage().nbytes() == 4
@@ -231,7 +231,7 @@ def run(program: Program, layer: AttentionLayer, step: dict[str, Tensor]) -> tup
     table.add_model(layer)
     cache = layer.cache.clone()
     table.add("param:cache", cache)
-    return result_of(program, table, **step), cache
+    return make_result(program, table, **step), cache
 
 
 def lowered_pair(layer: AttentionLayer, step: dict[str, Tensor]) -> tuple[Program, Program]:
@@ -313,7 +313,7 @@ def test_functions_become_kernels_and_idle_views_go() -> None:
     lowered = lower_graph(program, pack_linear=True)
     kernels = [name.rpartition(".")[0] for name in targets(lowered)]
     assert kernels == ["layer_norm", "activate", "", "activate"]
-    torch.testing.assert_close(result_of(lowered, table, x=x), layer(x))
+    torch.testing.assert_close(make_result(lowered, table, x=x), layer(x))
 
 
 def test_views_of_a_copy_and_reordered_rows_stay() -> None:
@@ -326,7 +326,7 @@ def test_views_of_a_copy_and_reordered_rows_stay() -> None:
         return turned.view(6, 4).permute(1, 0)[order]
 
     lowered = lower_graph(capture(step, (x,), table, {"x": x}), pack_linear=False)
-    assert torch.equal(result_of(lowered, table, x=x), step(x))
+    assert torch.equal(make_result(lowered, table, x=x), step(x))
 
 
 def test_a_buffer_read_before_its_copy_stays() -> None:

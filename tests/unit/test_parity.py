@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rbln_backend.errors import ConfigError
-from rbln_backend.parity.jobs import Answer, Job, Jobs, Layers, SideResult, environ_of
+from rbln_backend.parity.jobs import Answer, Job, Jobs, Layers, SideResult, get_environ
 from rbln_backend.parity.layers import first_layers
 from rbln_backend.parity.options import DEFAULT_PROMPTS, Limits, parse
 from rbln_backend.parity.report import json_lines, text_report
@@ -131,7 +131,7 @@ def test_sides_have_the_documented_environments(monkeypatch: pytest.MonkeyPatch)
     VLLM_CACHE_ROOT=/somewhere RBLN_KERNEL_MODE=triton"""
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))
-    cpu, rbln = environ_of("cpu"), environ_of("rbln")
+    cpu, rbln = get_environ("cpu"), get_environ("rbln")
     assert cpu["VLLM_PLUGINS"] == "cpu"
     assert "VLLM_PLUGINS" not in rbln
     assert rbln["VLLM_DISABLE_COMPILE_CACHE"] == "1"

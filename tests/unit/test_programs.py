@@ -19,7 +19,7 @@ import rbln_backend.layers.attention_ops  # noqa: F401
 from rbln_backend.errors import CompileError, CorruptArtifactError
 from rbln_backend.graphs import program
 from rbln_backend.graphs.call_list import CallList
-from rbln_backend.graphs.operators import NAMES, operator_name, schema_of, target_of
+from rbln_backend.graphs.operators import NAMES, get_schema, get_target, operator_name
 from rbln_backend.graphs.program import Program
 from rbln_backend.graphs.tensors import as_meta, check_shapes
 
@@ -296,13 +296,13 @@ def test_a_call_that_could_not_be_loaded_is_not_stored() -> None:
     "name", sorted(f"{kind}.{name}" for kind, names in NAMES.items() for name in names)
 )
 def test_every_name_is_torchs_and_is_stored_under_one_name(name: str) -> None:
-    op, target = target_of(name)
+    op, target = get_target(name)
     assert callable(getattr(Tensor, str(target)) if op == "call_method" else target)
-    assert schema_of(name) is None
+    assert get_schema(name) is None
     stored = operator_name(op, target)
     assert stored is not None
     # Some functionals are the C++ function behind them.
-    assert target_of(stored) == (op, target)
+    assert get_target(stored) == (op, target)
 
 
 # ------------------------------------------------------------------------------------------- shapes

@@ -23,7 +23,7 @@ from rbln_backend.devices.rebel.compiler import make_rebel_compiler
 from rbln_backend.devices.rebel.environment import RankDevices, announce_rank
 from rbln_backend.devices.rebel.limits import Npu, RankMemory
 from rbln_backend.devices.rebel.memory import TensorKvMemory
-from rbln_backend.devices.rebel.modules import module_of
+from rbln_backend.devices.rebel.modules import get_module
 from rbln_backend.errors import ConfigError
 from rbln_backend.graphs.program import Program
 from rbln_backend.kv_cache.specs import AppendedWindowSpec, PagedSpec
@@ -194,7 +194,7 @@ def test_adapters_go_with_their_rows(phase: Phase, length: int) -> None:
     order.arrange(DecodeRows(np.zeros(4, dtype=np.int64), positions, []), spec.bucket)
     held = SimpleNamespace(request_lora_mapping=np.array([1, 0, 2]), lora_id_to_lora_request={})
     adapters: Any = SimpleNamespace(
-        slots_of=lambda ids, _: [number - 1 for number in ids], slot_of=lambda number: number
+        get_slots=lambda ids, _: [number - 1 for number in ids], get_slot=lambda number: number
     )
     batch: Any = SimpleNamespace(phase=phase, input_batch=held, num_reqs=3, decode_prefill=[3])
     AdapterRows(adapters, order).fill(inputs, batch)
@@ -231,7 +231,7 @@ def module() -> fx.GraphModule:
     x, weight = graph.placeholder("x"), graph.placeholder("weight")
     doubled = graph.call_method("mul", (x, 2))
     graph.output((graph.call_function(torch.add, (doubled, weight)),))
-    return module_of(Program(graph, ("input:x", "param:weight")), INPUTS, None)
+    return get_module(Program(graph, ("input:x", "param:weight")), INPUTS, None)
 
 
 def copied(module: fx.GraphModule) -> Callable[..., Any]:
@@ -277,7 +277,7 @@ def test_ops_have_the_names_that_dynamo_gives() -> None:
     x, weight = graph.placeholder("x"), graph.placeholder("weight")
     graph.output((graph.call_function(torch.ops.aten.embedding.default, (weight, x)),))
     stored = Program.from_bytes(Program(graph, ("input:x", "param:weight")).to_bytes())
-    calls = [n for n in module_of(stored, INPUTS, None).graph.nodes if n.op == "call_function"]
+    calls = [n for n in get_module(stored, INPUTS, None).graph.nodes if n.op == "call_function"]
     assert [node.target for node in calls] == targets[0]
 
 

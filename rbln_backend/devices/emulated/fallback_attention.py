@@ -31,7 +31,7 @@ def flash_causal_attention(
     starts = seq_idx.flatten().tolist()
     for number, b, rows in _requests(q, query_counts):
         new = _stored(k[b, :, 0, rows], k_scale), _stored(v[b, :, 0, rows], v_scale)
-        table, start = _table_of(block_tables, q, query_counts, number), starts[number]
+        table, start = _get_table(block_tables, q, query_counts, number), starts[number]
         block_size = kv_cache.shape[4]
         end = min(start + new[0].shape[1], table.numel() * block_size)
         positions = torch.arange(start, end)
@@ -69,7 +69,7 @@ def shared_attention(
     starts, block_size = seq_idx.flatten().tolist(), kv_cache.shape[4]
     for number, b, rows in _requests(q, query_counts):
         start, own = int(starts[number]), q[b, :, :, rows]
-        table = _table_of(block_tables, q, query_counts, number)
+        table = _get_table(block_tables, q, query_counts, number)
         # Keys and values of the positions that the table has: [2, Hkv, 1, N, D].
         count = min(start + own.shape[2], table.numel() * block_size)
         pages = kv_cache[table[: -(-count // block_size)], :, :, 0]
@@ -173,7 +173,7 @@ def _requests(q: Tensor, counts: Tensor | None) -> list[tuple[int, int, slice]]:
     return [(n, 0, slice(end - count, end)) for n, (count, end) in enumerate(ends) if count]
 
 
-def _table_of(block_tables: Tensor, q: Tensor, counts: Tensor | None, number: int) -> Tensor:
+def _get_table(block_tables: Tensor, q: Tensor, counts: Tensor | None, number: int) -> Tensor:
     """The blocks of a request."""
     requests = q.shape[0] if counts is None else counts.numel()
     return block_tables.reshape(requests, -1)[number].long()

@@ -44,7 +44,7 @@ def op_name(node: object) -> str:
     return "" if schema is None else str(schema.name)
 
 
-def arguments_of(node: fx.Node) -> dict[str, Any]:
+def get_arguments(node: fx.Node) -> dict[str, Any]:
     """Return the arguments of a call of a torch op by name, without those left to defaults."""
     schema = op_schema(node)
     names = [] if schema is None else [argument.name for argument in schema.arguments]
@@ -263,7 +263,7 @@ def fuse_attention(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         namespace, _, name = op_name(node).partition("::")
         if namespace == "rbln_emulated_ops" and "attention_naive" in name:
-            _fuse(graph, node, arguments_of(node))
+            _fuse(graph, node, get_arguments(node))
 
 
 def _fuse(graph: fx.Graph, node: fx.Node, given: Mapping[str, Any]) -> None:
@@ -331,10 +331,10 @@ def _rows_behind(node: fx.Node) -> _Heads | None:
 
 def _unrotated(q: _Heads, k: _Heads, head_size: int) -> tuple[_Heads, _Heads, tuple[Any, ...]]:
     """Return both tensors before the rotary kernel, and its positions, its table and is_neox."""
-    rotary = _part_of(q.rows, 0)
+    rotary = _get_part(q.rows, 0)
     if (
         rotary is not None
-        and rotary is _part_of(k.rows, 1)
+        and rotary is _get_part(k.rows, 1)
         and op_name(rotary) == "rbln_emulator::rotary_embedding"
         and rotary.args[4] == head_size
     ):
@@ -345,7 +345,7 @@ def _unrotated(q: _Heads, k: _Heads, head_size: int) -> tuple[_Heads, _Heads, tu
     return q, k, (None, None, False)
 
 
-def _part_of(node: fx.Node, index: int) -> fx.Node | None:
+def _get_part(node: fx.Node, index: int) -> fx.Node | None:
     """The node whose result's element ``index`` this is."""
     if node.target is operator.getitem and node.args[1] == index:
         source = node.args[0]
@@ -521,7 +521,7 @@ def _row_arguments(node: fx.Node) -> tuple[int, ...]:
         return () if node.kwargs.get("inplace") or len(node.args) > 1 else (0,)
     if collective_name(node.target) == "all_reduce":
         return (0,) if node.args[-1] == _TENSOR_PARALLEL else ()
-    slots = arguments_of(node).get("slots")
+    slots = get_arguments(node).get("slots")
     if node.kwargs or not (slots is None or _is_one(slots)):
         return ()
     namespace, _, name = op_name(node).partition("::")

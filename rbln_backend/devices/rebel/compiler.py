@@ -40,7 +40,7 @@ from rbln_backend.devices.rebel.memory import (
     StaticKvMemory,
     TensorKvMemory,
 )
-from rbln_backend.devices.rebel.modules import as_dynamo_calls, mark, module_of
+from rbln_backend.devices.rebel.modules import as_dynamo_calls, get_module, mark
 from rbln_backend.errors import CompileError, ConfigError, DeviceMemoryError
 from rbln_backend.graphs.operators import signatures_digest
 from rbln_backend.graphs.program import Program
@@ -196,12 +196,12 @@ class RebelCompiler:
             raise _no_room(error) from error
         mark(program.bindings, bound.arguments)
         device = None if self._moved is None else self._moved.device
-        module = module_of(program, bound.arguments, device)
+        module = get_module(program, bound.arguments, device)
         use_functional_ops(module.graph, self._groups)
         module.recompile()
         try:
             with as_dynamo_calls(module, bound.arguments, next(self._numbers)):
-                runtime = self._backend(module, bound.arguments, options=self._options_of(spec))
+                runtime = self._backend(module, bound.arguments, options=self._get_options(spec))
         except RuntimeError as error:
             if any(marker in str(error) for marker in _OUT_OF_MEMORY):
                 raise CompileError(
@@ -211,7 +211,7 @@ class RebelCompiler:
         logger.info("Compile time of %s: SDK %.2f s", spec, time.perf_counter() - started)
         return RebelGraph(spec, runtime, bound, self._runtimes)
 
-    def _options_of(self, spec: GraphSpec) -> dict[str, Any]:
+    def _get_options(self, spec: GraphSpec) -> dict[str, Any]:
         """Return the options of a graph; those that draw tokens are the vendor's sampler's.
 
         No binary of one is stored: the SDK would load it without the buffer of its seed.

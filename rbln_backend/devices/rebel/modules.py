@@ -39,7 +39,7 @@ from rbln_backend.graphs.tensors import INPUT, PARAM, is_weight, make_tensors_on
 _MARK = "_dynamo_static_input_type"
 
 
-def module_of(
+def get_module(
     program: Program, tensors: Sequence[Tensor], device: torch.device | None
 ) -> fx.GraphModule:
     """A copy of ``program`` whose placeholders are named as Dynamo names ``tensors`` [...].
@@ -51,7 +51,7 @@ def module_of(
     used: dict[str, int] = {}
     bound = zip(program.graph.find_nodes(op="placeholder"), program.bindings, tensors, strict=True)
     for node, binding, tensor in bound:
-        source = source_of(binding, tensor)
+        source = get_source(binding, tensor)
         name = re.sub(r"[^a-zA-Z0-9]+", "_", source.name)
         # What is bound twice has two names: they are the parameters of a function.
         count = used[name] = used.get(name, -1) + 1
@@ -68,7 +68,7 @@ def module_of(
     return fx.GraphModule(nn.Module(), graph)
 
 
-def source_of(binding: str, tensor: Tensor) -> Source:
+def get_source(binding: str, tensor: Tensor) -> Source:
     """Where Dynamo would find ``tensor`` [...] in the vendor's runner, whose model is ``model``."""
     kind, _, name = binding.partition(":")
     if not is_weight(binding):

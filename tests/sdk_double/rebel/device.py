@@ -81,7 +81,7 @@ class KvMemory:
         """A later name for the same storage replaces the earlier one."""
         self._static[storage_id(tensor)] = (name, tensor)
 
-    def name_of(self, tensor: Tensor) -> str | None:
+    def get_key_name(self, tensor: Tensor) -> str | None:
         """The name under which the tensor's storage was marked static."""
         found = self._static.get(storage_id(tensor))
         return found[0] if found else None

@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from server.admission import NO_LIMITS
 from server.errors import AuthenticationError, PermissionDeniedError, ServerError
 from server.http.auth import Access, KeyRing
-from server.request.endpoints import OPEN, OPENINGS, ROUTES, UNGUARDED, Route, Scope, route_of
+from server.request.endpoints import OPEN, OPENINGS, ROUTES, UNGUARDED, Route, Scope, get_route
 from server.settings import ServerSettings, SettingsError, load_settings
 from server.wire import Endpoint
 from tests.server.scripted import Running, ScriptedLauncher, running, said
@@ -82,13 +82,13 @@ def test_what_changes_the_server_without_admin_keys(
     access = Access(ServerSettings(**settings))
     asking = (HOST, AFAR, PROXIED)
     for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
-        assert tuple(verdict(access, route_of(path), who) for who in asking) == adapters
+        assert tuple(verdict(access, get_route(path), who) for who in asking) == adapters
     for path in ("/admin/drain", "/admin/undrain"):
-        assert tuple(verdict(access, route_of(path), who) for who in asking) == drain
+        assert tuple(verdict(access, get_route(path), who) for who in asking) == drain
 
 
 def test_an_api_key_alone_changes_what_its_host_or_the_flag_allows() -> None:
-    route = route_of("/v1/load_lora_adapter")
+    route = get_route("/v1/load_lora_adapter")
     for settings, from_afar in ((LOOPBACK, "403"), ({}, "403"), (FLAG, "alice")):
         access = Access(ServerSettings(**settings, **API_KEYS))
         assert verdict(access, route, head(**BEARER)) == from_afar
@@ -97,7 +97,7 @@ def test_an_api_key_alone_changes_what_its_host_or_the_flag_allows() -> None:
 
 
 def test_what_is_on_this_host() -> None:
-    access, drain = Access(ServerSettings(**LOOPBACK)), route_of("/admin/drain")
+    access, drain = Access(ServerSettings(**LOOPBACK)), get_route("/admin/drain")
     for client in ("127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"):
         assert verdict(access, drain, head(client=client)) == "open"
     for name in ("x_forwarded_for", "x_forwarded_proto", "forwarded", "via", "x_real_ip", "origin"):
@@ -129,7 +129,7 @@ def test_the_documented_table_is_what_happens(route: Route) -> None:
 
 def test_removing_an_adapter_is_more_than_looking_at_it() -> None:
     access = Access(ServerSettings(**ALL_KEYS))  # type: ignore[arg-type]
-    route = route_of("/v1/lora_adapters/x")
+    route = get_route("/v1/lora_adapters/x")
     assert verdict(access, route, head("GET", **BEARER)) == "alice"
     assert verdict(access, route, head("DELETE", **BEARER)) == "403"
     only_api = Access(ServerSettings(**LOOPBACK, **API_KEYS))  # type: ignore[arg-type]
@@ -139,8 +139,8 @@ def test_removing_an_adapter_is_more_than_looking_at_it() -> None:
 
 def test_metrics_can_be_left_open() -> None:
     access = Access(ServerSettings(open_metrics=True, **ALL_KEYS))  # type: ignore[arg-type]
-    assert verdict(access, route_of("/metrics"), head()) == "open"
-    assert verdict(access, route_of("/v1/server_info"), head()) == "401"
+    assert verdict(access, get_route("/metrics"), head()) == "open"
+    assert verdict(access, get_route("/v1/server_info"), head()) == "401"
 
 
 @pytest.mark.parametrize(
@@ -161,14 +161,14 @@ def test_metrics_can_be_left_open() -> None:
 )
 def test_where_a_key_may_stand(headers: dict[str, str], expected: str) -> None:
     access = Access(ServerSettings(**ALL_KEYS))  # type: ignore[arg-type]
-    assert verdict(access, route_of(CHAT), head(**headers)) == expected
+    assert verdict(access, get_route(CHAT), head(**headers)) == expected
 
 
 def ring(*given: str, file: Path | None = None) -> KeyRing:
     return KeyRing("api", [SecretStr(text) for text in given], file, b"salt", NO_LIMITS)
 
 
-def name_of(keys: KeyRing, key: str) -> str | None:
+def get_key_name(keys: KeyRing, key: str) -> str | None:
     found = keys.find([hashlib.sha256(key.encode()).digest()])
     return None if found is None else found.name
 
@@ -176,12 +176,12 @@ def name_of(keys: KeyRing, key: str) -> str | None:
 def test_forms_of_a_key() -> None:
     digest = hashlib.sha256(b"hidden").hexdigest()
     keys = ring("plain", "bob=word", "c2VjcmV0==", f"dan=sha256:{digest}", f"sha256:{digest}")
-    assert name_of(keys, "plain") == "api-1"
-    assert name_of(keys, "word") == "bob"
-    assert name_of(keys, "c2VjcmV0==") == "api-3"
-    assert name_of(keys, "bob=word") is None
-    assert name_of(keys, "hidden") is not None
-    assert name_of(
+    assert get_key_name(keys, "plain") == "api-1"
+    assert get_key_name(keys, "word") == "bob"
+    assert get_key_name(keys, "c2VjcmV0==") == "api-3"
+    assert get_key_name(keys, "bob=word") is None
+    assert get_key_name(keys, "hidden") is not None
+    assert get_key_name(
         ring("q83vEjRWeJCrze8SNFZ4kKvN7xI0VniQq83vEjRWeJA="),
         "q83vEjRWeJCrze8SNFZ4kKvN7xI0VniQq83vEjRWeJA=",
     )

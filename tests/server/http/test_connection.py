@@ -20,7 +20,7 @@ import schemathesis
 from starlette._utils import get_route_path
 
 from server.http.listener import Tls
-from server.http.transport import client_of
+from server.http.transport import get_client
 from server.request.endpoints import route_path
 from server.settings import ServerSettings, SettingsError
 from tests.debian_tools import debian_tool
@@ -344,10 +344,10 @@ async def test_of_very_many_too_many_most_are_only_closed(tmp_path: Path) -> Non
 
 
 def test_a_client_is_an_address_or_a_network() -> None:
-    assert client_of("10.0.0.1") == client_of("::ffff:10.0.0.1") == "10.0.0.1"
-    assert client_of("2001:db8::1") == client_of("2001:db8::2:3") == "2001:db8::/64"
-    assert client_of("2001:db8:0:1::1") != client_of("2001:db8::1")
-    assert client_of("fe80::1%eth0") == "fe80::/64"
+    assert get_client("10.0.0.1") == get_client("::ffff:10.0.0.1") == "10.0.0.1"
+    assert get_client("2001:db8::1") == get_client("2001:db8::2:3") == "2001:db8::/64"
+    assert get_client("2001:db8:0:1::1") != get_client("2001:db8::1")
+    assert get_client("fe80::1%eth0") == "fe80::/64"
 
 
 async def test_a_handshake_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:

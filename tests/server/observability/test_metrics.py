@@ -35,7 +35,7 @@ from server.observability.metrics import (
     follow_event_loop,
 )
 from server.observability.traffic import KEPT, BucketAdvice, History, PaddedWork, Traffic
-from server.structured_outputs.constraint import GUIDES, constraints_of, kind_of
+from server.structured_outputs.constraint import GUIDES, get_constraints, get_kind
 from server.wire import Endpoint
 from tests.checkpoints import CheckpointCache
 from tests.ports import free_port
@@ -101,7 +101,7 @@ def test_a_label_value_that_nobody_declared_ends_no_request(
     ],
 )
 def test_each_guide_has_a_name(fields: dict[str, Any], kind: str) -> None:
-    assert kind_of(constraints_of(Endpoint.CHAT, fields)) == kind
+    assert get_kind(get_constraints(Endpoint.CHAT, fields)) == kind
     assert kind in GUIDES
 
 

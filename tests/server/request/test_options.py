@@ -19,11 +19,11 @@ from server.request.options import (
     ThinkingSupport,
     Tier,
     filter_variables,
+    get_tiers,
     granted_tier,
     normalize_thinking,
     pop_drafts,
     pop_tier,
-    tiers_of,
 )
 from server.request.tables import extra_schemas
 from server.settings import SettingsError
@@ -67,7 +67,7 @@ def test_unknown_tiers_are_rejected(endpoint: Endpoint, requested: object) -> No
 
 
 def test_the_first_tier_of_a_key_is_what_it_gets_without_a_word() -> None:
-    gold = tiers_of("priority+default")
+    gold = get_tiers("priority+default")
     assert [granted_tier(requested, gold) for requested in (None, "auto", "default")] == [
         *(Tier.PRIORITY, Tier.PRIORITY, Tier.DEFAULT)
     ]

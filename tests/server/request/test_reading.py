@@ -19,9 +19,9 @@ from server.http.middleware import RequestMiddleware
 from server.lifecycle import Lifecycle
 from server.observability.metrics import ServerMetrics
 from server.request.body import drop_billing_line, parse_json_object
-from server.request.endpoints import INVOKED, forms_of, invoked_endpoint
-from server.request.record import record_of
-from server.request.rules import check_shape, model_field_names, shape_of, shapes_of
+from server.request.endpoints import INVOKED, get_forms, invoked_endpoint
+from server.request.record import get_record
+from server.request.rules import check_shape, get_field_shape, get_shapes, model_field_names
 from server.request.sizes import check_call_arguments
 from server.request.tables import SHARED, FieldKind, fields_by_name, prompt_fields
 from server.vllm.models import request_models
@@ -78,10 +78,10 @@ class Request(BaseModel):
 )
 def test_fields_of_no_fitting_form_are_refused(body: dict[str, Any], param: str) -> None:
     with pytest.raises(UnknownFieldError) as caught:
-        for name, shape in shapes_of(Request).items():
+        for name, shape in get_shapes(Request).items():
             check_shape(shape, body.get(name), name, "reject")
     assert caught.value.param == param
-    for name, shape in shapes_of(Request).items():
+    for name, shape in get_shapes(Request).items():
         check_shape(shape, body.get(name), name, "warn")
 
 
@@ -92,7 +92,7 @@ def test_unknown_fields_that_are_null_are_taken_out() -> None:
     }
     unset = [
         p
-        for n, shape in shapes_of(Request).items()
+        for n, shape in get_shapes(Request).items()
         for p in check_shape(shape, body[n], n, "reject")
     ]
     assert sorted(unset) == ["messages[0].content[0].url", "messages[0].text", "option.siz"]
@@ -110,10 +110,10 @@ def test_unknown_fields_that_are_null_are_taken_out() -> None:
     ],
 )
 def test_others_pass(body: dict[str, Any]) -> None:
-    assert set(shapes_of(Request)) == {"messages", "option"}
-    for name, shape in shapes_of(Request).items():
+    assert set(get_shapes(Request)) == {"messages", "option"}
+    for name, shape in get_shapes(Request).items():
         check_shape(shape, body.get(name), name, "reject")
-    check_shape(shape_of(Any), {"x": 1}, "any", "reject")
+    check_shape(get_field_shape(Any), {"x": 1}, "any", "reject")
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -156,7 +156,7 @@ FIELDS = {"chat": "messages", "responses": "input", "messages": "messages"}
 
 @pytest.mark.parametrize("form", ECHOED)
 def test_what_clients_send_is_known_and_nothing_else(form: str) -> None:
-    shape = shapes_of(request_models()[form])[FIELDS[form]]
+    shape = get_shapes(request_models()[form])[FIELDS[form]]
     check_shape(shape, ECHOED[form], "x", "reject")
     for message in ECHOED[form]:
         with pytest.raises(UnknownFieldError):
@@ -324,7 +324,7 @@ def test_every_endpoint_has_its_forms_and_prompts() -> None:
     models = request_models()
     assert set(BODIES) == set(models)
     for endpoint in Endpoint:
-        forms = forms_of(endpoint, models)
+        forms = get_forms(endpoint, models)
         assert forms, endpoint
         fields = set().union(*(models[form].model_fields for form in forms))
         named = {*prompt_fields(endpoint)}
@@ -406,7 +406,7 @@ async def test_an_end_that_fails_keeps_nothing_from_the_others(tmp_path: Path) -
         raise RuntimeError("broken")
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        record_of(scope).on_end += [fail, lambda: ended.append("second")]
+        get_record(scope).on_end += [fail, lambda: ended.append("second")]
 
     async def nothing(*_: Message) -> Message:
         return {"type": "http.disconnect"}

@@ -31,9 +31,9 @@ from server.storage.database import (
     Store,
     Work,
     disk_errors,
+    get_usage,
     owner_of_digest,
     stored_bytes,
-    usage_of,
 )
 from server.storage.files import FileStore
 from server.storage.jobs import JobLoop
@@ -262,8 +262,8 @@ async def test_usage_follows_every_change(tmp_path: Path) -> None:
             )
 
     await run(add)
-    assert await run(partial(usage_of, kind="files")) == (3, 30)
-    assert await run(partial(usage_of, kind="responses")) == (3, 12)
+    assert await run(partial(get_usage, kind="files")) == (3, 30)
+    assert await run(partial(get_usage, kind="responses")) == (3, 12)
     assert await run(stored_bytes) == 42
     for change in (
         "DELETE FROM files WHERE id = '0'",

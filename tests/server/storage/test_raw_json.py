@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.storage.batch_table import InputLine, Line, LineRules, body_of, read_lines, result_of
+from server.storage.batch_table import InputLine, Line, LineRules, get_body, make_result, read_lines
 from server.storage.jobs import LoopbackResponse
 from server.storage.raw_json import (
     JsonSyntaxError,
     ShapeError,
     described,
-    fields_of,
     first_item,
+    get_fields,
+    get_string,
     in_one_line,
     joined,
-    string_of,
 )
 
 CHAT = "/v1/chat/completions"
@@ -43,10 +43,10 @@ def test_fields_are_those_of_a_parser(fields: Any, escaped: bool, indent: int | 
         text.decode()
     except UnicodeDecodeError:
         with pytest.raises(JsonSyntaxError):
-            fields_of(text, "a")
+            get_fields(text, "a")
         return
     try:
-        found = fields_of(text, "a", "b")
+        found = get_fields(text, "a", "b")
     except JsonSyntaxError:
         # Half of a surrogate pair is no text.
         assert any("\\ud" in json.dumps(value) for value in (fields,))
@@ -81,15 +81,15 @@ def test_arrays_are_joined(arrays: list[list[Any]]) -> None:
 )
 def test_what_is_no_json_is_refused(text: bytes) -> None:
     with pytest.raises(JsonSyntaxError):
-        fields_of(text, "a")
+        get_fields(text, "a")
 
 
 def test_shapes_and_renderings() -> None:
     for text in (b"5", b"[]", b"null", b'"a"'):
         with pytest.raises(ShapeError):
-            fields_of(text, "a")
-    assert fields_of(b'{"a":1,"a":2}', "a") == {"a": b"2"}
-    assert (string_of(b'"a\\u00e9"'), string_of(b"5"), string_of(None)) == ("aé", None, None)
+            get_fields(text, "a")
+    assert get_fields(b'{"a":1,"a":2}', "a") == {"a": b"2"}
+    assert (get_string(b'"a\\u00e9"'), get_string(b"5"), get_string(None)) == ("aé", None, None)
     assert described(b"[" + b"1," * 500 + b"1]") == "an array of 1003 bytes"
     assert (described(b'{"a":1}'), described(None)) == ("{'a': 1}", "null")
 
@@ -109,11 +109,11 @@ def input_line(folder: Path) -> Any:
 
 
 def one_line(folder: Path) -> Any:
-    return lambda: body_of(line_of(BODY))
+    return lambda: get_body(line_of(BODY))
 
 
 def one_answer(folder: Path) -> Any:
-    return lambda: result_of(Line("batch_a", 1, "c", 0, 9), LoopbackResponse(200, "", BODY))
+    return lambda: make_result(Line("batch_a", 1, "c", 0, 9), LoopbackResponse(200, "", BODY))
 
 
 @pytest.mark.parametrize("make", [input_line, one_line, one_answer])
@@ -183,4 +183,4 @@ def test_a_byte_order_mark_before_the_first_line_is_ignored(tmp_path: Path) -> N
     for found in (first, second):
         assert isinstance(found, InputLine)
         raw = path.read_bytes()[found.place : found.place + found.bytes]
-        assert body_of(raw) == b'{"x": 1}'
+        assert get_body(raw) == b'{"x": 1}'

@@ -23,7 +23,7 @@ from server.errors import (
     OverloadedError,
     StorageUnavailableError,
 )
-from server.request.endpoints import route_of
+from server.request.endpoints import get_route
 from server.request.options import Tier
 from server.request.record import RequestRecord
 from server.settings import ServerSettings
@@ -314,7 +314,7 @@ async def test_conversations_in_progress_are_bounded_together(tmp_path: Path) ->
 def test_what_a_request_continued_is_counted_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "MAX_CONTINUED_BYTES", 200_000)
     held = table.ContinuedBytes()
-    records = [RequestRecord(route_of(PATH), "POST", 0.0) for _ in range(3)]
+    records = [RequestRecord(get_route(PATH), "POST", 0.0) for _ in range(3)]
     held.hold(150_000, records[0])
     with pytest.raises(OverloadedError, match=r"has 150000 bytes and those .* now have 150000"):
         held.hold(150_000, records[1])

@@ -29,7 +29,7 @@ from server.structured_outputs.constraint import (
     ANY_OBJECT,
     Constraint,
     ConstraintKind,
-    constraints_of,
+    get_constraints,
     job_key,
 )
 from server.structured_outputs.gate import GrammarGate
@@ -94,7 +94,7 @@ def chat_format(**inner: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_constraints_are_found(endpoint: str, body: dict[str, Any], found: list[Any]) -> None:
-    jobs = constraints_of(Endpoint[endpoint], body)
+    jobs = get_constraints(Endpoint[endpoint], body)
     assert [(c.kind.value, c.text, c.param) for job in jobs for c in job] == found
 
 
@@ -105,10 +105,10 @@ def test_strict_false_asks_for_the_best_only() -> None:
             if strict is None
             else chat_format(schema=SCHEMA, strict=strict)
         )
-        assert constraints_of(Endpoint.CHAT, body)[0][0].exact is exact
+        assert get_constraints(Endpoint.CHAT, body)[0][0].exact is exact
     required = {"tools": [tool(), tool(strict=True)], "tool_choice": "required"}
     for rewrites in (False, True):
-        jobs = constraints_of(Endpoint.CHAT, required, rewrites_tools=rewrites)
+        jobs = get_constraints(Endpoint.CHAT, required, rewrites_tools=rewrites)
         assert [(c.exact, c.tagged) for (c,) in jobs] == [(e, not rewrites) for e in (False, True)]
 
 
@@ -140,7 +140,7 @@ def test_only_tools_that_may_be_called_are_compiled(
     endpoint: str, tools: Any, choice: Any, reached: list[int]
 ) -> None:
     body = {"tools": tools} | ({} if choice is None else {"tool_choice": choice})
-    jobs = constraints_of(Endpoint[endpoint], body)
+    jobs = get_constraints(Endpoint[endpoint], body)
     assert [int(c.param.removeprefix("tools[").partition("]")[0]) for (c,) in jobs] == reached
 
 
@@ -167,7 +167,7 @@ def test_constraints_that_cannot_be_meant(
     body: dict[str, Any], error: type[RequestError], param: str
 ) -> None:
     with pytest.raises(error) as caught:
-        constraints_of(Endpoint.CHAT, body)
+        get_constraints(Endpoint.CHAT, body)
     assert caught.value.param == param
 
 
@@ -281,7 +281,7 @@ class ScriptedPool:
 
 
 def jobs_of(body: dict[str, Any]) -> list[list[Constraint]]:
-    return constraints_of(Endpoint.CHAT, body)
+    return get_constraints(Endpoint.CHAT, body)
 
 
 def gate_over(pool: ScriptedPool, entries: int = 8) -> GrammarGate:

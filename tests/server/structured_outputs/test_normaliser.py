@@ -13,7 +13,7 @@ from jsonschema.validators import Draft202012Validator, validator_for
 from server.structured_outputs.constraint import Constraint, ConstraintKind, UnusableError
 from server.structured_outputs.grammars import Grammar, SchemaRules, choice_grammar, regex_grammar
 from server.structured_outputs.normaliser import normalised
-from server.structured_outputs.patterns import PatternError, prefix_of, translated, without
+from server.structured_outputs.patterns import PatternError, get_prefix, translated, without
 from server.structured_outputs.trial import do_job, job_bytes
 from tests.schema_corpus import BAD, GOOD, InstanceGenerator, SchemaGenerator
 from tests.server.structured_outputs.walks import (
@@ -338,7 +338,7 @@ def test_other_texts_are_all_but_some() -> None:
 
 
 def test_only_a_plain_beginning_is_a_prefix() -> None:
-    found = [prefix_of(pattern) for pattern in ("^x-", r"^a\.", "^", "x-", "^x-$", "^[a]", "^a+")]
+    found = [get_prefix(pattern) for pattern in ("^x-", r"^a\.", "^", "x-", "^x-$", "^[a]", "^a+")]
     assert found == ["x-", "a.", "", None, None, None, None]
 
 

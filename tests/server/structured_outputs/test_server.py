@@ -78,7 +78,7 @@ def request_for(index: int, schema: dict[str, Any]) -> tuple[str, dict[str, Any]
     return path, common | body | {"stream": index % 2 == 1}
 
 
-def answer_of(response: httpx.Response) -> tuple[str, str]:
+def get_answer(response: httpx.Response) -> tuple[str, str]:
     """Text and finish reason of a whole or streamed answer."""
     if response.headers["content-type"].startswith("application/json"):
         choices = response.json()["choices"]
@@ -115,7 +115,7 @@ async def ask_for_all(
         if response.status_code != 200:
             wrong.append((schema, response.status_code, response.text))
             return
-        text, reason = answer_of(response)
+        text, reason = get_answer(response)
         outcomes[reason] += 1
         if reason != "stop":
             return
@@ -235,7 +235,7 @@ def test_kinds_of_guides(server: RealServer) -> None:
             body = {"model": "tiny", "messages": HI, "max_tokens": 40, "stream": stream}
             response = server.client.post(CHAT, json=body | guide)
             assert response.status_code == 200, response.text
-            text, reason = answer_of(response)
+            text, reason = get_answer(response)
             assert re.fullmatch(pattern, text), (guide, text)
             assert reason == "stop"
 
@@ -274,10 +274,10 @@ def test_the_text_of_a_special_token_is_spelled(
     server: RealServer, text: str, stream: bool
 ) -> None:
     for guide in guides_of(text):
-        answer, reason = answer_of(ask(server, stream=stream, **guide))
+        answer, reason = get_answer(ask(server, stream=stream, **guide))
         assert (answer.strip('"'), reason) == (text, "stop"), guide
     names = {"type": "object", "properties": {text: {"const": 1}}, "required": [text]}
-    answer, _ = answer_of(ask(server, stream=stream, structured_outputs={"json": names}))
+    answer, _ = get_answer(ask(server, stream=stream, structured_outputs={"json": names}))
     assert json.loads(answer) == {text: 1}
 
 
@@ -305,7 +305,7 @@ def test_a_stop_id_ends_a_guided_answer_only_where_it_may_end(
     for guide, pattern in guides:
         for stream in (False, True):
             body = {**guide, "stop_token_ids": [stop], "logit_bias": bias, "stream": stream}
-            answer, reason = answer_of(ask(server, path, **body))
+            answer, reason = get_answer(ask(server, path, **body))
             assert re.fullmatch(pattern, answer), (guide, answer)
             assert reason == "stop"
 
@@ -329,7 +329,7 @@ def test_an_answer_that_ignores_its_end_ends_with_its_grammar(
     # The end of a turn is the likeliest token.
     body = {"structured_outputs": guide, "ignore_eos": True, "logit_bias": {"3": 100}}
     for path in (CHAT, "/v1/completions"):
-        text, ended = answer_of(ask(server, path, **body, stream=stream))
+        text, ended = get_answer(ask(server, path, **body, stream=stream))
         assert re.fullmatch(pattern, text) and ended == reason, (text, ended)
 
 

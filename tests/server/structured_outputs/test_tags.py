@@ -10,7 +10,7 @@ from vllm.tool_parsers.structural_tag_registry import get_model_structural_tag
 
 from server.errors import RequestError, UnknownFieldError
 from server.structured_outputs.constraint import Constraint, ConstraintKind
-from server.structured_outputs.custom_tools import InputReader, input_of, take_custom_tools
+from server.structured_outputs.custom_tools import InputReader, get_input, take_custom_tools
 from server.structured_outputs.grammars import SchemaRules, tag_grammar
 from server.structured_outputs.trial import TrialVerdict, do_job, job_bytes
 from server.vllm.tools import rewrites_arguments
@@ -276,7 +276,7 @@ def test_malformed_parts_are_named(field: str, value: Any, param: str) -> None:
     ],
 )
 def test_an_input_is_the_same_in_any_pieces(arguments: str, text: str) -> None:
-    assert input_of(arguments) == text
+    assert get_input(arguments) == text
     pick = random.Random(0)
     for _ in range(50):
         reader, found, rest = InputReader(), "", arguments

@@ -17,7 +17,7 @@ from server.structured_outputs.constraint import object_schema
 from server.tools import NATURAL, Ending, ToolChoice, finish_reason, is_whole
 from server.vllm.call_reader import HELD_CHARACTERS
 from server.vllm.parser import object_call_parser
-from server.vllm.tools import allow_names, tool_parser_of
+from server.vllm.tools import allow_names, get_tool_parser_name
 from tests.server.vllm.call_forms import (
     ARGUMENTS,
     CODER,
@@ -603,11 +603,11 @@ def test_schemas_that_say_what_they_are_stay() -> None:
 def test_a_template_shows_its_parser_or_none() -> None:
     ours = (CHECKPOINT / "chat_template.jinja").read_text(encoding="utf-8")
     qwen = '<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args>}\\n</tool_call>'
-    assert tool_parser_of(ours) == tool_parser_of(qwen) == "hermes"
+    assert get_tool_parser_name(ours) == get_tool_parser_name(qwen) == "hermes"
     glm = "<tool_call>{name}\\n<arg_key>{{ tool_call['arguments'] }}"
     coder = "<tool_call>\\n<function=name>{{ tool_call['arguments'] }}"
     for template in ("", "{{ messages }}", "<tool_call>", glm, coder):
-        assert tool_parser_of(template) is None
+        assert get_tool_parser_name(template) is None
 
 
 def test_an_answer_without_tools_is_text_at_once() -> None:

@@ -26,7 +26,7 @@ from vllm.v1.metrics.stats import IterationStats
 from default_model.paths import CHAT_TEMPLATE
 from server.engine.outputs import QueueAwareOutputs
 from server.http.streaming import ChunkWriter, HeldStream, SseResponse
-from server.request.endpoints import route_of
+from server.request.endpoints import get_route
 from server.request.record import Counts, RequestRecord, record_var
 from server.vllm import text_stream
 from server.vllm.handlers import adapted, extended_frames
@@ -91,7 +91,7 @@ class Played:
         made: Any = engine
         self.outputs = QueueAwareOutputs(made, 0.0, logs_deltas=False)
         self.writer = Writer(ready)
-        self.record = RequestRecord(route_of("/v1/completions"), "POST", time.perf_counter())
+        self.record = RequestRecord(get_route("/v1/completions"), "POST", time.perf_counter())
         self._tokenizer = tokenizer
 
     @contextmanager
@@ -369,7 +369,7 @@ def test_frames_of_other_forms_are_not_learned() -> None:
 @pytest.fixture
 def record() -> Iterator[RequestRecord]:
 
-    given = RequestRecord(route_of("/v1/chat/completions"), "POST", time.perf_counter())
+    given = RequestRecord(get_route("/v1/chat/completions"), "POST", time.perf_counter())
     token = record_var.set(given)
     yield given
     record_var.reset(token)

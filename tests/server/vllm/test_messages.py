@@ -19,9 +19,9 @@ from server.errors import OverloadedError, ServerError, describe
 from server.http.middleware import error_frame
 from server.observability.logging import JsonFormatter, TextFormatter, request_id_var
 from server.observability.metrics import OUTCOMES
-from server.request.endpoints import route_of
+from server.request.endpoints import get_route
 from server.request.record import RequestRecord
-from server.vllm.messages import message_events, message_of
+from server.vllm.messages import make_message, message_events
 from server.wire import Endpoint
 from tests.checkpoints import CheckpointCache
 
@@ -167,7 +167,7 @@ async def test_a_call_that_was_cut_does_not_ask_for_its_tool(
     assert f'"stop_reason":"{reason}"' in stream
     (choice,) = last["choices"]
     whole = answer(choice["finish_reason"], ('{"a": "b',), stop=choice.get("stop_reason"))
-    assert message_of(whole, max_tokens, "standard")["stop_reason"] == reason
+    assert make_message(whole, max_tokens, "standard")["stop_reason"] == reason
 
 
 def answer(finish: str, calls: tuple[str, ...] = (), stop: str | None = None, **more: Any) -> Any:
@@ -191,7 +191,7 @@ def answer(finish: str, calls: tuple[str, ...] = (), stop: str | None = None, **
 
 
 def test_a_whole_answer_is_the_same_message() -> None:
-    message = message_of(
+    message = make_message(
         answer("stop", ('{"at": 1}',), reasoning="Hm.", content="I look."), 100, "standard"
     )
     assert message["stop_reason"] == "tool_use"
@@ -208,20 +208,20 @@ def test_a_whole_answer_is_the_same_message() -> None:
 
 
 def test_half_of_a_surrogate_pair_in_a_call() -> None:
-    message = message_of(answer("stop", (r'{"at": "\ud83d"}',)), 100, "standard")
+    message = make_message(answer("stop", (r'{"at": "\ud83d"}',)), 100, "standard")
     assert message["stop_reason"] == "tool_use"
     assert message["content"][-1]["input"] == {"at": "\ufffd"}
 
 
 def test_a_whole_answer_that_was_cut_off_has_what_there_is() -> None:
-    message = message_of(answer("length", ('{"at": 1, "by',)), 8, "standard")
+    message = make_message(answer("length", ('{"at": 1, "by',)), 8, "standard")
     assert message["stop_reason"] == "max_tokens"
     assert message["content"][0]["input"] == {"at": 1}
     assert (
-        message_of(answer("length"), 9, "standard")["stop_reason"]
+        make_message(answer("length"), 9, "standard")["stop_reason"]
         == "model_context_window_exceeded"
     )
-    assert message_of(answer("stop"), 9, "standard")["content"] == [{"type": "text", "text": ""}]
+    assert make_message(answer("stop"), 9, "standard")["content"] == [{"type": "text", "text": ""}]
 
 
 # ------------------------------------------------------------------------------------------- errors
@@ -249,7 +249,7 @@ def test_retry_after_is_a_header() -> None:
 
 def test_error_frames_follow_each_dialect() -> None:
     error = OverloadedError("busy", param="x")
-    record = RequestRecord(route_of("/v1/responses"), "POST", 0.0, request_id="r1")
+    record = RequestRecord(get_route("/v1/responses"), "POST", 0.0, request_id="r1")
     record.sent_frames = 2
     chat = error_frame(error, Endpoint.CHAT, record)
     assert chat.endswith("\n\ndata: [DONE]\n\n")

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from deploy.upstream.uses import find_uses
-from server.commands.flags import server_parser, settings_of, split
+from server.commands.flags import get_settings, server_parser, split
 from server.engine import launch
 from server.errors import EngineFailedError, InternalError
 from server.frontend import LaunchError
 from server.lora.registry import Adapter
-from server.request.endpoints import route_of
+from server.request.endpoints import get_route
 from server.request.record import RequestRecord
 from server.settings import ServerSettings
 from server.vllm import patches
@@ -213,7 +213,7 @@ def test_arguments_are_taken(
     monkeypatch.setattr(logging.getLogger(REQUEST_LOGGER), "filters", [])
     parser = server_parser("serve")
     ours, rest = split(parser, [str(checkpoints("llama")), *flags])
-    settings = settings_of(parser, ours, rest)
+    settings = get_settings(parser, ours, rest)
     args = parse_arguments(rest, settings)
     assert args.port == 8000
     if drain_s is not None:
@@ -296,7 +296,7 @@ async def test_vllm_finds_what_the_request_has_a_lease_of(tmp_path: Path) -> Non
     adapters = await opened(Engine(), models, [], lora_root=tmp_path)
     await adapters.load("one", "a")
     assert "one" not in models.lora_requests  # nobody has asked for it
-    record = RequestRecord(route_of("/v1/completions"), "POST", time.perf_counter())
+    record = RequestRecord(get_route("/v1/completions"), "POST", time.perf_counter())
     assert not lease(adapters, "two", record)
     assert lease(adapters, "one", record)
     await adapters.load("one", "a", replace=True)

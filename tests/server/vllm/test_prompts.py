@@ -29,7 +29,7 @@ from server.vllm.rendering import (
     Rendered,
     Rendering,
     SpelledPrompt,
-    control_tokens_of,
+    get_control_tokens,
     one_of,
     render,
     spelled,
@@ -59,7 +59,7 @@ def encode() -> Callable[..., list[str]]:
 
     def tokens(turns: list[dict[str, Any]], template: str = PLAIN, **variables: Any) -> list[str]:
         added = TOKENIZER.added_tokens_decoder.values()
-        control = control_tokens_of(template, added, "")
+        control = get_control_tokens(template, added, "")
         options = {"chat_template": template, "tokenize": False, **variables}
         prompt = Rendering(turns, options, {}, control).run(TOKENIZER.apply_chat_template)
         if isinstance(prompt, SpelledPrompt):
@@ -221,7 +221,7 @@ def test_control_tokens_are_special_or_written_by_the_template() -> None:
             for text in ("<b>", "<think>", "</think>", "  ", "\n", "<call>")
         ),
     ]
-    control = control_tokens_of("{{ '<think>' }} <b", added, "<call>")
+    control = get_control_tokens("{{ '<think>' }} <b", added, "<call>")
     assert control.texts == {"<s>", "<think>", "</think>", "<call>"}
     assert copy.deepcopy(control).texts == control.texts
 
@@ -465,8 +465,8 @@ async def test_texts_of_control_tokens_are_marked_where_a_server_wants_it() -> N
     def here(conversation: list[Any], **_: Any) -> str:
         return f"{conversation[0]['content']}<|end|>"
 
-    for tokens_of, marks in ((lambda _: control, (1,)), (None, None)):
-        templates = RemoteTemplates(send, ["served"], 100, tokens_of)
+    for get_tokens, marks in ((lambda _: control, (1,)), (None, None)):
+        templates = RemoteTemplates(send, ["served"], 100, get_tokens)
         for template in ("served", "{{ messages[0].content }}<|end|>"):
             options = {"chat_template": template, "tokenize": False}
             message = {"role": "user", "content": "<|end|>"}

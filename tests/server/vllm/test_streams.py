@@ -41,7 +41,7 @@ from server.errors import (
     ServerError,
     UnsupportedOperationError,
 )
-from server.request.endpoints import route_of
+from server.request.endpoints import get_route
 from server.request.record import RequestRecord
 from server.vllm import logprobs as kept_texts
 from server.vllm.errors import BacklogError, RefusedError, RequestContext, from_exception
@@ -463,7 +463,7 @@ async def test_an_answer_without_text_has_no_items(tokenizer: Any) -> None:
 
 
 async def test_a_stream_that_fails_says_so_in_two_events(tokenizer: Any) -> None:
-    record = RequestRecord(route_of("/v1/responses"), "POST", 0.0)
+    record = RequestRecord(get_route("/v1/responses"), "POST", 0.0)
     served = event_serving(thinks=False)
     request = ResponsesRequest(input="hi", model="m", stream=True, store=False)
     made = generated(served, request, "Hello there.", tokenizer)

@@ -28,9 +28,9 @@ def check_axes(module: fx.GraphModule) -> None:
     for op in module.graph.nodes:
         if not _is_attention(op):
             continue
-        batch, length = shape_of(op.args[0])[0], shape_of(op.args[0])[-2]
+        batch, length = node_shape(op.args[0])[0], node_shape(op.args[0])[-2]
         for node in _since_linear(op):
-            shape = shape_of(node)
+            shape = node_shape(node)
             has_axes = len(shape) > 2 and shape[0] == batch and length in shape[1:]
             require(
                 "axes",
@@ -43,7 +43,7 @@ def check_axes(module: fx.GraphModule) -> None:
 def _since_linear(op: fx.Node) -> Iterator[fx.Node]:
     """The linear layers that ``op`` reads first, and what is computed of them for it."""
     given = [argument for argument in op.args[:3] if isinstance(argument, fx.Node)]
-    return (node for node in since(("linear",), *given) if shape_of(node))
+    return (node for node in since(("linear",), *given) if node_shape(node))
 
 
 def since(starts: Collection[str], *ends: fx.Node) -> list[fx.Node]:
@@ -95,7 +95,7 @@ def called(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target)).strip("_")
 
 
-def shape_of(node: Any) -> tuple[int, ...]:
+def node_shape(node: Any) -> tuple[int, ...]:
     """Of a node's tensor; none of a tuple, which has its parts."""
     value = node.meta.get("example_value")
     return tuple(value.shape) if isinstance(value, Tensor) else ()

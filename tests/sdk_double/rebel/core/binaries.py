@@ -21,7 +21,7 @@ _MODES_THAT_COMPILE_ALIKE = "compile_only"
 IN_MEMORY: dict[str, bytes] = {}
 
 
-def key_of(code: str, inputs: Sequence[Input], options: Mapping[str, Any]) -> str:
+def get_key(code: str, inputs: Sequence[Input], options: Mapping[str, Any]) -> str:
     """A name for the binary of this graph for this NPU; a host without one makes the same."""
     chosen = {key: options[key] for key in _OPTIONS if key in options}
     chosen["mode"] = [mode for mode in options.get("mode", ()) if mode != _MODES_THAT_COMPILE_ALIKE]

@@ -73,7 +73,7 @@ def _source_of(node: fx.Node) -> Any:
 def _kind(name: str, value: Any, context: CompileContext | None) -> Kind:
     if not isinstance(value, Tensor):
         return "number"
-    if context is not None and context.kv.name_of(value) is not None:
+    if context is not None and context.kv.get_key_name(value) is not None:
         return "static"
     check_reachable(name, value)
     if isinstance(value, nn.Parameter):
@@ -118,7 +118,7 @@ def check_weights(
     """Rule ``weights``, for placeholders and attributes alike."""
     if context is None:
         return
-    caches = frozenset(context.kv.name_of(x.value) or "" for x in inputs if x.kind == "static")
+    caches = frozenset(context.kv.get_key_name(x.value) or "" for x in inputs if x.kind == "static")
     owned = {name for name, _ in [*module.named_parameters(), *module.named_buffers()]}
     for name, weight in attributes(module):
         if name in owned:

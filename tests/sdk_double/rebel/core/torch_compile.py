@@ -58,7 +58,7 @@ def rbln_backend(
         raise RuntimeError("no NPU is here to compile for; RBLN_FORCE_NPU_NAME may name one")
     calls = Calls(graph_module)
     module = on_host(graph_module)
-    key = binaries.key_of(module.code, inputs, options)
+    key = binaries.get_key(module.code, inputs, options)
     hit = binaries.find(key, options)
     log.write(
         "compile",
