@@ -116,8 +116,8 @@ def _take_sizes(vllm_config: VllmConfig, sizes: list[Any]) -> None:
     if not isinstance(additional, dict):
         # Rejected when it is read.
         return
-    ours = given_options(additional)
-    if taken := [name for name in ours if name.startswith("decode_batch_bucket_")]:
+    given = given_options(additional)
+    if taken := [name for name in given if name.startswith("decode_batch_bucket_")]:
         raise ConfigError(
             f"{_FLAG}: compile_sizes and {taken[0]} of --additional-config both set the decode "
             "buckets; give one of them"
@@ -129,7 +129,7 @@ def _take_sizes(vllm_config: VllmConfig, sizes: list[Any]) -> None:
     if above := [size for size in sizes if size > largest]:
         logger.warning("compile_sizes %s are left out: no decode step exceeds %d", above, largest)
     vllm_config.additional_config = options_of_vllm(additional) | {
-        "rbln": ours
+        "rbln": given
         | {"decode_batch_bucket_strategy": "manual", "decode_batch_bucket_manual_buckets": buckets}
     }
 

@@ -310,7 +310,7 @@ class RblnKvCacheManager(KVCacheManager):
         if unknown:
             raise RuntimeError(f"vLLM's KVCacheManager has other attributes than known: {unknown}")
         vars(self).update(attributes)
-        self.coordinator = self.ours = coordinator
+        self.coordinator = self.rbln_coordinator = coordinator
         self.block_pool = coordinator.block_pool
         self._unit = coordinator.block_pool.hash_block_size
         self._events = BlockEvents(coordinator)
@@ -329,12 +329,12 @@ class RblnKvCacheManager(KVCacheManager):
         if not self.prefix_cache_lookup_enabled(request):
             return 0
         # The last token is always computed, for its logits.
-        return self.ours.peek_hit(request.block_hashes, request.num_tokens - 1)
+        return self.rbln_coordinator.peek_hit(request.block_hashes, request.num_tokens - 1)
 
     def take_kv_cache_block_copies(self) -> tuple[list[Any], list[KVCacheBlock]]:
         """As upstream, with a ``HeadCopy`` for each copy."""
         copies, retained = super().take_kv_cache_block_copies()
-        heads = self.ours.take_head_copies()
+        heads = self.rbln_coordinator.take_head_copies()
         if [head[:2] for head in heads] != copies:
             raise RuntimeError("a group of the KV cache copies blocks of its own")
         return heads, retained
@@ -364,7 +364,7 @@ class RblnKvCacheManager(KVCacheManager):
             start = request.num_computed_tokens + num_new_computed_tokens
             end = start + num_new_tokens
             places = slice(start // self._unit, end // self._unit)
-            self.ours.unwritten.update(request.block_hashes[places])
+            self.rbln_coordinator.unwritten.update(request.block_hashes[places])
             if num_new_computed_tokens:
                 self._events.report_reuse(request, num_new_computed_tokens)
         return allocated

@@ -227,8 +227,8 @@ class KvTiering:
         self._memory_bytes = board.gauge("rbln_kv_tier_bytes", tier="memory")
         self._folder_bytes = board.gauge("rbln_kv_tier_bytes", tier="folder")
         self._digests = digests
-        self._placement = Placement(manager.ours, layout.tokens)
-        self._windows = WindowPages(manager.ours, layout)
+        self._placement = Placement(manager.rbln_coordinator, layout.tokens)
+        self._windows = WindowPages(manager.rbln_coordinator, layout)
         self._units = layout.tokens // manager.block_pool.hash_block_size
         self._most_pages = max(1, _STEP_BYTES // layout.num_bytes)
         self._reading: dict[str, _Reading] = {}
@@ -239,7 +239,7 @@ class KvTiering:
         self._loads: list[PageMove] = []
         self._stores: list[_Store] = []
         self._computing: list[tuple[bytes, Tensor]] = []
-        manager.ours.on_cached = self._note
+        manager.rbln_coordinator.on_cached = self._note
 
     def may_begin(self, request: Request) -> bool:
         """Return whether all pages of a waiting request are placed; start to read them if need be.
@@ -414,7 +414,7 @@ def make_tiering(
     if not config.cache_config.enable_prefix_caching:
         logger.warning("KV tiers have no effect: prefix caching is off")
         return None
-    blocks = [paged.block_size for paged in manager.ours.paged]
+    blocks = [paged.block_size for paged in manager.rbln_coordinator.paged]
     layout = PageLayout.of(kv_cache, manager.block_pool.hash_block_size, blocks)
     made_by = _made_by(config, rbln, kv_cache, layout)
     keys = PageKeys({**made_by, "unit": manager.block_pool.hash_block_size})

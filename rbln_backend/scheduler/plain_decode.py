@@ -34,7 +34,7 @@ class PlainDecode:
     def __init__(self, scheduler: Scheduler, manager: RblnKvCacheManager) -> None:
         self._scheduler = scheduler
         self._manager = manager
-        self._coordinator = manager.ours
+        self._coordinator = manager.rbln_coordinator
         self._unit = manager.block_pool.hash_block_size
         self._is_allowed = _is_allowed(scheduler)
         self._requests: list[Request] = []
