@@ -60,6 +60,8 @@ def values_schema() -> Schema:
 def _settings() -> Schema:
     """Return the schema of `settings`, from the server's declaration."""
     declared = ServerSettings.model_json_schema()["properties"]
+    for schema in declared.values():
+        schema["description"] = " ".join(schema["description"].split())
     return closed(
         **{
             name: {k: v for k, v in schema.items() if k not in ("title", "default")}
