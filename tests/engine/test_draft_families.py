@@ -114,7 +114,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "intermediate_size": 128,
         "moe_intermediate_size": 64,
     },
-    "glm4_moe": {"intermediate_size": 128, "moe_intermediate_size": 64},
+    # With 128, a fitted layer guesses less than half.
+    "glm4_moe": {"intermediate_size": 192, "moe_intermediate_size": 64},
     "ernie4_5_moe": {"intermediate_size": 128, "moe_intermediate_size": 64},
     "mimo": {"intermediate_size": 128},
 }
