@@ -8,7 +8,7 @@ _FIRST, _LAST = 20_000, 32_000
 
 
 def free_port() -> int:
-    """Return a loopback port without a listener, not that of a few calls before."""
+    """Return a random loopback port without a listener."""
     while True:
         port = random.SystemRandom().randint(_FIRST, _LAST)
         with socket.socket() as probe:
