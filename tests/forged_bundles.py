@@ -36,31 +36,92 @@ from server.commands.cli import main
 CANARY = "forged-bundle-canary"
 CODE = f"__import__('os').system('touch {CANARY}')"
 _KEYWORDS = (
-    *(f"**({CODE} and {{}} or {{}}))  #", f"x=({CODE})", "out", "self", "dim", "", "a b"),
-    *("\n", "__class__", "é"),
+    f"**({CODE} and {{}} or {{}}))  #",
+    f"x=({CODE})",
+    "out",
+    "self",
+    "dim",
+    "",
+    "a b",
+    "\n",
+    "__class__",
+    "é",
 )
 _OPERATORS = (
-    *("torch.load", "torch.from_file", "torch.ops.load_library", "builtins.eval", "os.system"),
-    *("method.apply_", "method.numpy", "method.__class__", "method.__reduce_ex__", "method.set_"),
-    *("op.aten::from_file.default", "op.aten::set_.source_Storage", "op.rbln_emulator::.default"),
-    *("op.rbln_emulator::linear.__class__", "op.rbln_channels::all_reduce.default", "getattr"),
-    *("operator.attrgetter", "operator.methodcaller", "operator.call", "functional.__class__"),
-    *("torch.empty", "torch.full", "torch.cat", "torch.arange", "method.view", "method.repeat"),
-    *("method.new_empty", "method.expand", "operator.getitem", "operator.setitem", "method.to"),
-    *("op.rbln_emulator::linear.default", "op.rbln_emulator::self_attention.default", CODE),
-    *("placeholder", "output", "call_module", "get_attr", ""),
+    *"torch.load torch.from_file torch.ops.load_library builtins.eval os.system".split(),
+    *"method.apply_ method.numpy method.__class__ method.__reduce_ex__ method.set_".split(),
+    *"op.aten::from_file.default op.aten::set_.source_Storage op.rbln_emulator::.default".split(),
+    *"op.rbln_emulator::linear.__class__ op.rbln_channels::all_reduce.default getattr".split(),
+    *"operator.attrgetter operator.methodcaller operator.call functional.__class__".split(),
+    *"torch.empty torch.full torch.cat torch.arange method.view method.repeat".split(),
+    *"method.new_empty method.expand operator.getitem operator.setitem method.to".split(),
+    "op.rbln_emulator::linear.default",
+    "op.rbln_emulator::self_attention.default",
+    CODE,
+    "placeholder",
+    "output",
+    "call_module",
+    "get_attr",
+    "",
 )
 _VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 2**31, 2**63 - 1, -(2**63), 2**64, 10**30, 1.5, "", CODE),
-    *("cpu", "silu", "x" * 1000, [], [[]], [[[[[[1]]]]]], {}, {"tuple": []}, {"tuple": [1, [2]]}),
-    *({"node": 0}, {"node": -1}, {"node": 10**9}, {"node": True}, {"node": "0"}, {"node": 1.0}),
-    *({"float": "0x1.0p+0"}, {"float": "nan"}, {"float": "1.5"}, {"float": CODE}, {"float": 1}),
-    *({"dtype": "float32"}, {"dtype": "nn"}, {"dtype": "load"}, {"dtype": []}, {"dtype": CODE}),
-    *({"device": "cpu"}, {"device": "cuda:0"}, {"device": "meta"}, {"device": CODE}),
-    *({"slice": [0, 1, None]}, {"slice": [0]}, {"slice": CODE}, {"slice": [[], [], []]}),
-    *({"ellipsis": True}, {"ellipsis": False}, {"memory_format": "contiguous_format"}),
-    *({"memory_format": "nn"}, {"code": CODE}, {CODE: None}, {"node": 0, "float": "0x0.0p+0"}),
-    *([1] * 5000, {"tuple": [2**40, 2**40]}, {"tuple": [65536, 65536]}),
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2**31,
+    2**63 - 1,
+    -(2**63),
+    2**64,
+    10**30,
+    1.5,
+    "",
+    CODE,
+    "cpu",
+    "silu",
+    "x" * 1000,
+    [],
+    [[]],
+    [[[[[[1]]]]]],
+    {},
+    {"tuple": []},
+    {"tuple": [1, [2]]},
+    {"node": 0},
+    {"node": -1},
+    {"node": 10**9},
+    {"node": True},
+    {"node": "0"},
+    {"node": 1.0},
+    {"float": "0x1.0p+0"},
+    {"float": "nan"},
+    {"float": "1.5"},
+    {"float": CODE},
+    {"float": 1},
+    {"dtype": "float32"},
+    {"dtype": "nn"},
+    {"dtype": "load"},
+    {"dtype": []},
+    {"dtype": CODE},
+    {"device": "cpu"},
+    {"device": "cuda:0"},
+    {"device": "meta"},
+    {"device": CODE},
+    {"slice": [0, 1, None]},
+    {"slice": [0]},
+    {"slice": CODE},
+    {"slice": [[], [], []]},
+    {"ellipsis": True},
+    {"ellipsis": False},
+    {"memory_format": "contiguous_format"},
+    {"memory_format": "nn"},
+    {"code": CODE},
+    {CODE: None},
+    {"node": 0, "float": "0x0.0p+0"},
+    [1] * 5000,
+    {"tuple": [2**40, 2**40]},
+    {"tuple": [65536, 65536]},
 )
 _NAMES = (CODE, "", "param:", "param:x\ny", "input:" + "x" * 5000, "file:/etc/passwd", "kv:é", 1)
 
@@ -157,7 +218,11 @@ def _move(files: dict[str, bytes], name: str, key: CacheKey) -> None:
 
 _BUNDLE_CHANGES: tuple[Callable[[random.Random, dict[str, bytes]], None], ...] = (
     *(_change_program,) * 12,
-    *(_change_bytes, _change_key, _change_manifest, _add_file, _add_path),
+    _change_bytes,
+    _change_key,
+    _change_manifest,
+    _add_file,
+    _add_path,
 )
 
 
@@ -221,8 +286,15 @@ def _value(chooser: random.Random) -> Any:
 
 
 _PROGRAM_CHANGES: tuple[Callable[[random.Random, Any], None], ...] = (
-    *(_change_keyword, _change_operator, _change_argument, _change_argument, _change_count),
-    *(_change_order, _change_binding, _change_anything, _change_anything),
+    _change_keyword,
+    _change_operator,
+    _change_argument,
+    _change_argument,
+    _change_count,
+    _change_order,
+    _change_binding,
+    _change_anything,
+    _change_anything,
 )
 
 
@@ -265,8 +337,8 @@ def _opens_to_write(path: object, mode: object, flags: object) -> bool:
 _WRITES = ("open", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "shutil.rmtree")
 # Importing a module executes it, too.
 _EXECUTES = (
-    *("compile", "exec", "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess"),
-    *("ctypes.", "socket.", "pickle.", "marshal.load", "code.", "pty."),
+    *"compile exec os.system os.exec os.posix_spawn os.fork subprocess".split(),
+    *"ctypes. socket. pickle. marshal.load code. pty.".split(),
 )
 
 

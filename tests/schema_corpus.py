@@ -19,16 +19,39 @@ BAD_IN_TAGS: tuple[tuple[Schema, str], ...] = tuple(map(tuple, _CORPUS["bad_in_t
 
 # --------------------------------------------------------------------------------- schema generator
 _WORDS = (
-    *("a", "id", "kind", "é", 'q"x', "x\\y", "x y", "a/b", "", '"', "\\", "\n", "\x01", "\x7f"),
+    "a",
+    "id",
+    "kind",
+    "é",
+    'q"x',
+    "x\\y",
+    "x y",
+    "a/b",
+    "",
+    '"',
+    "\\",
+    "\n",
+    "\x01",
+    "\x7f",
     "😀",
 )
 _PATTERNS = (
-    *("^[a-z]{1,4}$", "[0-9]+-[0-9]{2}", "^(yes|no)$", "^\\w\\d?$", "^.{0,3}$", "^[^\\\\]{2}$"),
-    *('^[^"]$', "^[\\x00-!a]{0,2}$", "^\\W?$", "^$", '^/|"$', "^[^a]*$"),
+    "^[a-z]{1,4}$",
+    "[0-9]+-[0-9]{2}",
+    "^(yes|no)$",
+    "^\\w\\d?$",
+    "^.{0,3}$",
+    "^[^\\\\]{2}$",
+    '^[^"]$',
+    "^[\\x00-!a]{0,2}$",
+    "^\\W?$",
+    "^$",
+    '^/|"$',
+    "^[^a]*$",
 )
 _FORMATS = (
-    *("date", "time", "date-time", "uuid", "ipv4", "email", "duration", "hostname", "ipv6"),
-    *("uri", "uri-reference", "iri", "uri-template", "json-pointer", "idn-hostname"),
+    *"date time date-time uuid ipv4 email duration hostname ipv6".split(),
+    *"uri uri-reference iri uri-template json-pointer idn-hostname".split(),
 )
 
 
@@ -92,10 +115,22 @@ class SchemaGenerator:
         one, other = self._object(depth - 1), self._object(depth - 1)
         bare = {key: value for key, value in other.items() if key != "type"}
         branches = [
-            *(True, {"minLength": 2}, {"maxLength": 1}, {"minimum": 2}, {"pattern": "^a"}, bare),
-            *({"type": "string"}, {"const": "a"}, {"required": [pick.choice(_WORDS)]}, one),
-            *({"items": {"const": 1}}, {"minItems": 2}, {"prefixItems": [{"const": 1}]}),
-            *({"type": "object", "minProperties": 2}, {"format": "date"}, {"pattern": "-01$"}),
+            True,
+            {"minLength": 2},
+            {"maxLength": 1},
+            {"minimum": 2},
+            {"pattern": "^a"},
+            bare,
+            {"type": "string"},
+            {"const": "a"},
+            {"required": [pick.choice(_WORDS)]},
+            one,
+            {"items": {"const": 1}},
+            {"minItems": 2},
+            {"prefixItems": [{"const": 1}]},
+            {"type": "object", "minProperties": 2},
+            {"format": "date"},
+            {"pattern": "-01$"},
         ]
         types = pick.sample(("string", "integer", "object", "array", "null"), pick.randint(1, 3))
         words = pick.sample(_WORDS, 3)

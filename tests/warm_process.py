@@ -32,17 +32,19 @@ from types import ModuleType
 from typing import IO, Any
 
 _PRELOADED = (
-    *("server.commands.cli", "server.commands.check", "server.engine.config", "server.vllm.flags"),
-    *("server.service", "server.engine.launch", "server.vllm.frontend"),
-    *("vllm.config", "vllm.model_executor.models.llama", "vllm.model_executor.model_loader"),
-    *("vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor"),
-    *("vllm.v1.executor.multiproc_executor", "rbln_backend.worker.worker"),
-    *("rbln_backend.worker.check", "rbln_backend.scheduler.scheduler", "numpy.random"),
+    *"server.commands.cli server.commands.check server.engine.config server.vllm.flags".split(),
+    *"server.service server.engine.launch server.vllm.frontend".split(),
+    *"vllm.config vllm.model_executor.models.llama vllm.model_executor.model_loader".split(),
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.executor.multiproc_executor",
+    "rbln_backend.worker.worker",
+    *"rbln_backend.worker.check rbln_backend.scheduler.scheduler numpy.random".split(),
     # What a start imports when it comes to it.
-    *("vllm.model_executor.layers.quantization.online.base", "jsonschema", "pydantic.v1"),
+    *"vllm.model_executor.layers.quantization.online.base jsonschema pydantic.v1".split(),
     "rbln_backend.grammar.reasoning",
     # Of workers.
-    *("hypothesis", "schemathesis", "openai", "anthropic", "selenium.webdriver.chrome.webdriver"),
+    *"hypothesis schemathesis openai anthropic selenium.webdriver.chrome.webdriver".split(),
 )
 _SET_BEFORE_IMPORTS = {
     "HF_HUB_OFFLINE": "1",

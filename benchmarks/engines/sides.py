@@ -84,11 +84,15 @@ _VLLM_SIDES: dict[str, Callable[[], Side]] = {
 }
 _STEP_PEERS: dict[str, tuple[str, str, Callable[[StepModel], dict[str, Any]], str]] = {
     "llama.cpp": (
-        *("benchmarks.engines.llama_worker", str(PEERS_PYTHON), _llama_arguments),
+        "benchmarks.engines.llama_worker",
+        str(PEERS_PYTHON),
+        _llama_arguments,
         f"llama_decode in process (llama-cpp-python), bfloat16 GGUF, {CORES} threads",
     ),
     "transformers": (
-        *("benchmarks.engines.transformers_worker", sys.executable, _transformers_arguments),
+        "benchmarks.engines.transformers_worker",
+        sys.executable,
+        _transformers_arguments,
         f"transformers' generate in process, bfloat16, {CORES} threads",
     ),
 }
@@ -105,8 +109,10 @@ def server_side(name: str) -> ServerSide:
             name=name,
             note="`rbln-serve serve`, its defaults; as many requests may wait as vLLM lets",
             command=lambda s: [
-                *(str(_BIN / "rbln-serve"), "serve", *_vllm_flags(s)),
-                *("--max-in-flight", "100000", "--max-queued-tokens", "100000000"),
+                str(_BIN / "rbln-serve"),
+                "serve",
+                *_vllm_flags(s),
+                *"--max-in-flight 100000 --max-queued-tokens 100000000".split(),
             ],
             env=OURS.env,
             ready="/readyz",
@@ -137,9 +143,17 @@ def before(checkout: Path) -> tuple[StepSide, ServerSide]:
 def _vllm_flags(serving: Serving) -> list[str]:
     """Return the flags of both vLLM flavours; a KV cache size because engines share RAM."""
     flags = [
-        *(str(serving.text_model), "--host", "127.0.0.1", "--port", str(serving.port)),
-        *("--dtype", "bfloat16", "--max-model-len", str(serving.max_model_len)),
-        *("--kv-cache-memory-bytes", str(serving.kv_cache_bytes)),
+        str(serving.text_model),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(serving.port),
+        "--dtype",
+        "bfloat16",
+        "--max-model-len",
+        str(serving.max_model_len),
+        "--kv-cache-memory-bytes",
+        str(serving.kv_cache_bytes),
     ]
     if serving.chunk_tokens is not None:
         flags += ["--max-num-batched-tokens", str(serving.chunk_tokens)]
@@ -150,18 +164,40 @@ def _llama_server(serving: Serving) -> list[str]:
     # Its defaults would interrupt a stream for another request, and compute logits of every prompt
     # token.
     return [
-        *(str(PEERS_PYTHON), "-m", "llama_cpp.server", "--model", str(serving.gguf)),
-        *("--host", "127.0.0.1", "--port", str(serving.port)),
-        *("--n_ctx", str(serving.max_model_len), "--interrupt_requests", "false"),
-        *("--logits_all", "false", "--flash_attn", "true", "--verbose", "false"),
-        *("--n_threads", str(CORES), "--n_threads_batch", str(CORES)),
+        str(PEERS_PYTHON),
+        "-m",
+        "llama_cpp.server",
+        "--model",
+        str(serving.gguf),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(serving.port),
+        "--n_ctx",
+        str(serving.max_model_len),
+        "--interrupt_requests",
+        "false",
+        *"--logits_all false --flash_attn true --verbose false".split(),
+        "--n_threads",
+        str(CORES),
+        "--n_threads_batch",
+        str(CORES),
     ]
 
 
 def _transformers_server(serving: Serving) -> list[str]:
     return [
-        *(str(_BIN / "transformers"), "serve", str(serving.text_model), "--device", "cpu"),
-        *("--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(serving.port)),
+        str(_BIN / "transformers"),
+        "serve",
+        str(serving.text_model),
+        "--device",
+        "cpu",
+        "--dtype",
+        "bfloat16",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(serving.port),
     ]
 
 

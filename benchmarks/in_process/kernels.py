@@ -122,8 +122,12 @@ def _cycle(tensors: list[Tensor]) -> Iterator[Tensor]:
 def attention_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Yield decode and prefill over a paged cache; PyTorch's keys are one dense tensor."""
     for batch, heads, group, size, start, length in (
-        *((1, 8, 4, 64, 2047, 1), (8, 8, 4, 64, 2047, 1), (8, 8, 1, 128, 1023, 1)),
-        *((1, 8, 4, 64, 0, 256), (1, 8, 4, 64, 1792, 256), (1, 8, 4, 128, 768, 256)),
+        (1, 8, 4, 64, 2047, 1),
+        (8, 8, 4, 64, 2047, 1),
+        (8, 8, 1, 128, 1023, 1),
+        (1, 8, 4, 64, 0, 256),
+        (1, 8, 4, 64, 1792, 256),
+        (1, 8, 4, 128, 768, 256),
     ):
         yield attention_case(dtype, batch, heads, group, size, start, length)
 
@@ -169,8 +173,12 @@ def attention_case(
 def window_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Yield decode and prefill within a context that is longer than the window."""
     for batch, heads, group, size, window, length in (
-        *((1, 8, 4, 64, 1024, 1), (8, 8, 4, 64, 1024, 1), (8, 8, 8, 64, 128, 1)),
-        *((1, 8, 4, 64, 1024, 256), (1, 8, 8, 64, 128, 256), (1, 4, 2, 256, 512, 256)),
+        (1, 8, 4, 64, 1024, 1),
+        (8, 8, 4, 64, 1024, 1),
+        (8, 8, 8, 64, 128, 1),
+        (1, 8, 4, 64, 1024, 256),
+        (1, 8, 8, 64, 128, 256),
+        (1, 4, 2, 256, 512, 256),
     ):
         yield _window_case(dtype, batch, heads, group, size, window, length)
 
@@ -214,13 +222,15 @@ def small_cases(dtype: torch.dtype) -> Iterator[Case]:
             f"fused_add_rms_norm M={rows} H=2048",
             lambda a=x, b=residual, w=weight: OPS.fused_add_rms_norm(a, b, w, 1e-5),  # type: ignore[misc]
             lambda a=x, b=residual, w=weight: functional.rms_norm(a + b, (2048,), w),  # type: ignore[misc]
-            *(4 * x.numel() * item, 0),
+            4 * x.numel() * item,
+            0,
         )
         yield Case(
             f"silu_and_mul M={rows} I=8192",
             lambda u=up: OPS.activate(u, "silu", True),  # type: ignore[misc]
             lambda u=up: functional.silu(u[:, :8192]) * u[:, 8192:],  # type: ignore[misc]
-            *(up.numel() * item * 3 // 2, 0),
+            up.numel() * item * 3 // 2,
+            0,
         )
         yield Case(
             f"rotary M={rows} q 2048, k 2048",
@@ -228,7 +238,8 @@ def small_cases(dtype: torch.dtype) -> Iterator[Case]:
                 p, a, b, c, 64, True
             ),  # type: ignore[misc]
             lambda h=half, c=cos: [torch.cat((t * c - t * c, t * c + t * c), -1) for t in h],  # type: ignore[misc]
-            *(4 * x.numel() * item, 0),
+            4 * x.numel() * item,
+            0,
         )
 
 

@@ -70,8 +70,9 @@ SCENARIOS = {
         minutes=25,
         # With a dtype other than bfloat16 after a colon.
         models=(
-            *("160m:float16", "160m:float32"),
-            *("160m-heads-80", "160m-heads-128", "160m-heads-256"),
+            "160m:float16",
+            "160m:float32",
+            *"160m-heads-80 160m-heads-128 160m-heads-256".split(),
         ),
         sides=("ours", "vllm-cpu-all-cores"),
     ),

@@ -152,7 +152,8 @@ class Late(Ours):
     assert uses.members >= {
         *(f"{core}.{name}" for name in ("flag", "step", "shutdown", "scheduler.schedule")),
         "vllm.config.VllmConfig.cache_config.block_size",
-        *("vllm.SamplingParams.__init__", "vllm.SamplingParams.temperature"),
+        "vllm.SamplingParams.__init__",
+        "vllm.SamplingParams.temperature",
     }
     assert {(name, ours) for name, ours in uses.overrides} >= {
         (f"{core}.step", "Ours"),

@@ -16,8 +16,9 @@ ADMIN_KEY = "sk-conformance-admin"
 # The last of two flags counts: tools and their calls need more room than other tests.
 FLAGS = (
     "--enable-tokenizer-info-endpoint",
-    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-    *("--max-model-len", "512"),
+    *"--enable-auto-tool-choice --tool-call-parser hermes".split(),
+    "--max-model-len",
+    "512",
 )
 
 

@@ -36,8 +36,10 @@ CASES: dict[str, dict[str, Any]] = {
     "multi-turn": {"input": [user("I am Ada."), said("Hello Ada."), user("Who am I?")]},
     "phase": {
         "input": [
-            *(user("Is the lamp lit?"), said("I look at it.", phase="commentary")),
-            *(said("It is.", phase="final_answer"), user("Since when?")),
+            user("Is the lamp lit?"),
+            said("I look at it.", phase="commentary"),
+            said("It is.", phase="final_answer"),
+            user("Since when?"),
         ]
     },
     # A call that the limit cuts before its arguments is not reported.

@@ -82,8 +82,13 @@ def ask(target: Target, path: str, body: dict[str, Any], engine: int = 1) -> tup
 def known_names() -> set[str]:
     """Every attribute that the installed semantic conventions define."""
     modules = (
-        *(gen_ai_attributes, error_attributes, http_attributes, network_attributes),
-        *(server_attributes, url_attributes, user_agent_attributes),
+        gen_ai_attributes,
+        error_attributes,
+        http_attributes,
+        network_attributes,
+        server_attributes,
+        url_attributes,
+        user_agent_attributes,
     )
     return {
         value for module in modules for value in vars(module).values() if isinstance(value, str)

@@ -510,15 +510,15 @@ MAX_BODY_BYTES = 4 << 20
 FEW, MANY = 8, 1500
 
 WORDS = (
-    *("user", "assistant", "system", "tool", "text", "input_text", "function", "message", "auto"),
-    *("required", "none", "json_schema", "json_object", "structural_tag", "image_url", "refusal"),
-    *("function_call", "function_call_output", "reasoning", "tool_use", "tool_result", "ephemeral"),
+    *"user assistant system tool text input_text function message auto".split(),
+    *"required none json_schema json_object structural_tag image_url refusal".split(),
+    *"function_call function_call_output reasoning tool_use tool_result ephemeral".split(),
 )
 NAMES = (
-    *("role", "content", "type", "text", "name", "id", "tool_calls", "function", "arguments"),
-    *("parameters", "schema", "json_schema", "strict", "call_id", "output", "input", "summary"),
-    *("format", "properties", "items", "$ref", "enum", "anyOf", "pattern", "json", "regex"),
-    *("choice", "grammar", "effort", "include_usage", "input_schema", "tool_use_id", "source"),
+    *"role content type text name id tool_calls function arguments".split(),
+    *"parameters schema json_schema strict call_id output input summary".split(),
+    *"format properties items $ref enum anyOf pattern json regex".split(),
+    *"choice grammar effort include_usage input_schema tool_use_id source".split(),
 )
 leaves = st.one_of(
     st.sampled_from(

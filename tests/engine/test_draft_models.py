@@ -423,7 +423,7 @@ def test_only_layers_that_share_the_embedding_share_graphs(
     root = tmp_path / "cache"
     share_kernels(root)
     first, second, third = (
-        start(*(engines, folder, method), checkpoint=served, rbln=FEWER | {"cache_root": str(root)})
+        start(engines, folder, method, checkpoint=served, rbln=FEWER | {"cache_root": str(root)})
         for folder in (layer, own, same)
     )
     assert_right(second, method, own)

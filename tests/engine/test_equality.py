@@ -578,8 +578,8 @@ def test_where_a_step_has_one_prompt_more_are_refused(
 # Windows and pages, a window alone, sinks, latent attention, slopes, chunks of the context, caches
 # that layers share, experts; values as e4m3.
 KINDS = [
-    *("gemma3_text", "mistral", "gpt_oss", "deepseek_v3", "bloom", "llama4", "gemma3n_text"),
-    *("qwen3_moe", "mixtral", "gemma2"),
+    *"gemma3_text mistral gpt_oss deepseek_v3 bloom llama4 gemma3n_text".split(),
+    *"qwen3_moe mixtral gemma2".split(),
 ]
 
 

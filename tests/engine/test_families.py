@@ -431,7 +431,7 @@ def test_stages_with_eagle3(engine: Engine, tmp_path: Path) -> None:
         "additional_config": {"rbln": {"num_threads": 1, "run_dir": str(run_dir)}},
     }
     drafted = run_ranks(
-        *(engine.checkpoint, graph_cache(), PROMPTS), checks_all_drafts=True, **options
+        engine.checkpoint, graph_cache(), PROMPTS, checks_all_drafts=True, **options
     )
     assert_as_one_rank(engine, PROMPTS, drafted, 0.0)
     counts = Engine(None, run_dir, engine.checkpoint)

@@ -223,7 +223,9 @@ def test_host_memory_keeps_the_adapters_used_last(engines: Engines, tmp_path: Pa
         shutil.copytree(three.lora_path, request.lora_path, dirs_exist_ok=True)
     # The second is used least recently when the third comes.
     assert [answer(request) for request in (two, one, three)] == [
-        *(expected[1], expected[0], expected[2])
+        expected[1],
+        expected[0],
+        expected[2],
     ]
     assert answer(one) == expected[0]
     assert answer(two) == expected[2], "its files were read again"

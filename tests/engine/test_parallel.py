@@ -134,8 +134,13 @@ def assert_same(outputs: Sequence[Any], alone: Sequence[Any]) -> None:
 @pytest.mark.parametrize(
     ("arch", "path"),
     [
-        *(("mixtral", "opt"), ("qwen2_moe", "opt"), ("gpt_oss", "opt"), ("glm4_moe", "opt")),
-        *(("qwen3_moe", "opt"), ("qwen3_moe", "custom"), ("qwen3_moe", "native")),
+        ("mixtral", "opt"),
+        ("qwen2_moe", "opt"),
+        ("gpt_oss", "opt"),
+        ("glm4_moe", "opt"),
+        ("qwen3_moe", "opt"),
+        ("qwen3_moe", "custom"),
+        ("qwen3_moe", "native"),
     ],
 )
 def test_experts_of_two_ranks(engines: Engines, arch: str, path: str) -> None:
@@ -277,7 +282,9 @@ def test_ranks_on_two_nodes(
 ) -> None:
     engine = engines("llama")
     answers = run_ranks(
-        *(engine.checkpoint, tmp_path, RAY_PROMPTS),
+        engine.checkpoint,
+        tmp_path,
+        RAY_PROMPTS,
         environment={"RAY_ADDRESS": address, "RAY_USAGE_STATS_ENABLED": "0"},
         **RAY,
         **options,

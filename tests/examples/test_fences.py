@@ -96,10 +96,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     """A server of the default model with a store, an adapter slot and drafts."""
     folder = tmp_path_factory.mktemp("server")
     flags = (
-        *("--served-model-name", "default-model", "--max-model-len", "1024"),
-        *("--max-num-batched-tokens", "256", "--data-dir", str(folder / "data")),
-        *("--enable-lora", "--max-lora-rank", "16", "--lora-modules", f"pirate={_ADAPTER}"),
-        *("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'),
+        *"--served-model-name default-model --max-model-len 1024".split(),
+        "--max-num-batched-tokens",
+        "256",
+        "--data-dir",
+        str(folder / "data"),
+        "--enable-lora",
+        "--max-lora-rank",
+        "16",
+        "--lora-modules",
+        f"pirate={_ADAPTER}",
+        "--speculative-config",
+        '{"method": "ngram", "num_speculative_tokens": 3}',
     )
     with RealServer(_MODEL, folder, *flags) as running:
         running.until_ready()

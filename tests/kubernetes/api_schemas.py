@@ -87,7 +87,7 @@ def _scaling() -> dict[tuple[str, str], Schema]:
             metricType=one_of("AverageValue", "Value", "Utilization"),
             metadata=required(
                 closed(serverAddress=TEXT, query=TEXT, threshold=TEXT),
-                *("serverAddress", "query", "threshold"),
+                *"serverAddress query threshold".split(),
             ),
             authenticationRef=closed(name=TEXT, kind=TEXT),
         ),
@@ -128,7 +128,7 @@ def _routing() -> dict[tuple[str, str], Schema]:
                 targetPorts={**many(closed(number=PORT)), "minItems": 1, "maxItems": 8},
                 endpointPickerRef=required(picker, "name"),
             ),
-            *("selector", "targetPorts", "endpointPickerRef"),
+            *"selector targetPorts endpointPickerRef".split(),
         ),
         ("gateway.networking.k8s.io/v1", "HTTPRoute"): closed(
             parentRefs=many(required(_PARENT, "name")),

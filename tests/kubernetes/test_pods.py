@@ -253,8 +253,10 @@ def test_a_group_is_one_model_over_several_pods() -> None:
     member = templates["members"]["spec"]["containers"][0]
     assert leader["command"][2].endswith('exec rbln-serve serve "$@"')
     assert leader["args"][-4:] == [
-        *("--distributed-executor-backend", "ray"),
-        *("--tensor-parallel-size", "8"),
+        "--distributed-executor-backend",
+        "ray",
+        "--tensor-parallel-size",
+        "8",
     ]
     assert "$LWS_LEADER_ADDRESS:6379" in member["command"][2]
     # Eight ranks: four NPUs in each pod, and memory for them.
@@ -365,7 +367,8 @@ _NPUS = {"device": {"kind": "plugin", "count": 4}}
         ({"resources": {"requests": {"memory": "6Gi"}}}, "6Gi", "6Gi"),
         (
             {"resources": {"requests": {"memory": "3Gi"}, "limits": {"memory": "9Gi"}}},
-            *("9Gi", "3Gi"),
+            "9Gi",
+            "3Gi",
         ),
     ],
 )

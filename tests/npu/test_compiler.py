@@ -271,9 +271,9 @@ FAMILIES = (
     "olmo2",
 )
 OTHERS = (
-    *("cohere", "deepseek_v2", "dots1", "ernie4_5_moe", "exaone4", "falcon_new", "gemma3_text"),
-    *("glm4", "gpt2", "gptj", "gpt_neox", "granitemoe", "helium", "mixtral", "nemotron", "opt"),
-    *("persimmon", "phi3", "qwen2_moe", "qwen3", "stablelm"),
+    *"cohere deepseek_v2 dots1 ernie4_5_moe exaone4 falcon_new gemma3_text".split(),
+    *"glm4 gpt2 gptj gpt_neox granitemoe helium mixtral nemotron opt".split(),
+    *"persimmon phi3 qwen2_moe qwen3 stablelm".split(),
 )
 
 

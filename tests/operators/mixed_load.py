@@ -28,8 +28,15 @@ class MixedLoad:
         self._enough = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(clients)]
         self._kinds: tuple[Callable[[httpx.Client, random.Random], None], ...] = (
-            *(self._free, self._streamed, self._same_prefix, self._faulty, self._flexible),
-            *(self._structured, self._adapted, self._abandoned, self._large),
+            self._free,
+            self._streamed,
+            self._same_prefix,
+            self._faulty,
+            self._flexible,
+            self._structured,
+            self._adapted,
+            self._abandoned,
+            self._large,
         )
         self.statuses: list[int] = []
 

@@ -50,7 +50,7 @@ NIXL_METRICS = ("vllm:nixl_bytes_transferred_sum", "vllm:nixl_num_failed_transfe
 TARGET_LABELS = {"job", "instance", "hostname", "namespace", "release", "pod"}
 # What may fire on a machine that is busy with other tests.
 SLOWNESS = {
-    *("RblnSlowTokens", "RblnSlowFirstToken", "RblnColdCache", "RblnPadding", "RblnEventLoopLag"),
+    *"RblnSlowTokens RblnSlowFirstToken RblnColdCache RblnPadding RblnEventLoopLag".split(),
     "RblnEventLoopHeld",
 }
 _SCRAPED = 'absent(ALERTS{alertname="RblnTargetDown",alertstate="firing"})'

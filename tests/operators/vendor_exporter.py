@@ -18,8 +18,8 @@ VENDOR_METRICS = {
 STATES = ("ready", "busy", "init", "fault", "finish", "not_found")
 # `namespace`, `pod` and `container` are there in Kubernetes alone.
 VENDOR_LABELS = (
-    *("name", "uuid", "card", "deviceID", "hostname", "driver_version", "firmware_version"),
-    *("smc_version", "namespace", "pod", "container"),
+    *"name uuid card deviceID hostname driver_version firmware_version".split(),
+    *"smc_version namespace pod container".split(),
 )
 
 

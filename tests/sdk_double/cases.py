@@ -206,11 +206,11 @@ def both_ops_of_a_window() -> None:
         real = part[0].shape[3]
         rows = [padded(x, CHUNK // 2) for x in part]
         found = OPS.sliding_window_attention_v1(
-            *(*rows, kv, start(at), SCALE, blocks(2, 1), window, True, None, None)
+            *rows, kv, start(at), SCALE, blocks(2, 1), window, True, None, None
         )
         held = min(at, window)
         other = OPS.sliding_window_attention_naive_prefill(
-            *(*rows, shifted, start(held), start(held + real), SCALE, blocks(1), SCALE, None)
+            *rows, shifted, start(held), start(held + real), SCALE, blocks(1), SCALE, None
         )
         for name, x in (("append", found), ("shift", other)):
             right = torch.allclose(x[..., :real, :], expected[..., at : at + real, :], atol=1e-5)

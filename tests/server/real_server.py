@@ -15,8 +15,8 @@ from tests.graph_cache import graph_cache
 from tests.warm_process import ForkedProcess, warm_process
 
 FLAGS = (
-    *("--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "256"),
-    *("--max-num-seqs", "4", "--block-size", "16", "--max-num-batched-tokens", "64"),
+    *"--served-model-name tiny --dtype float32 --max-model-len 256".split(),
+    *"--max-num-seqs 4 --block-size 16 --max-num-batched-tokens 64".split(),
 )
 READY_TIMEOUT_S = 240.0
 

@@ -304,7 +304,12 @@ def test_writers_at_once_lose_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "{", "[]", "{}", json.dumps({"format": 9}), '{"format": 1, "decode": 3}'),
+        "",
+        "{",
+        "[]",
+        "{}",
+        json.dumps({"format": 9}),
+        '{"format": 1, "decode": 3}',
         '{"format": 1, "about": {"x": ' + "[" * 100_000,
     ],
 )

@@ -141,8 +141,22 @@ class Model(nn.Module):
         qkv = self.qkv(ops.rms_norm(x, self.norm, 1e-6))
         columns = (qkv, 0, qkv, WIDTH, qkv, WIDTH + HEAD)
         attended = ops.self_attention(
-            *(*columns, None, None, 0.0, None, None, True, self.cache, self.scale),
-            *(starts, None, tables, *[None] * 7, 2, 1, None),
+            *columns,
+            None,
+            None,
+            0.0,
+            None,
+            None,
+            True,
+            self.cache,
+            self.scale,
+            starts,
+            None,
+            tables,
+            *[None] * 7,
+            2,
+            1,
+            None,
         )
         hidden, residual = ops.fused_add_rms_norm(self.out(attended), x, self.norm, 1e-6)
         mixed = self.mix(hidden)

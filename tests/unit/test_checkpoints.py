@@ -204,8 +204,8 @@ def test_a_checkpoint_is_its_texts_and_one_form_of_its_weights() -> None:
     texts = ["config.json", "tokenizer.json", "chat_template.jinja", "LICENSE", "README.md"]
     pooling = ["modules.json", "1_Pooling/config.json", "2_Dense/model.safetensors"]
     others = [
-        *("consolidated.safetensors", "pytorch_model.bin", "onnx/model.onnx", "onnx/config.json"),
-        *("original/params.json", ".gitattributes", "modeling_x.py", "x.gguf", "picture.png"),
+        *"consolidated.safetensors pytorch_model.bin onnx/model.onnx onnx/config.json".split(),
+        *"original/params.json .gitattributes modeling_x.py x.gguf picture.png".split(),
     ]
     wanted = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     found = chosen(*texts, *pooling, *others, *wanted)
@@ -300,8 +300,8 @@ def test_what_is_not_the_model_is_not_kept(
 @pytest.mark.parametrize(
     "name",
     [
-        *("/nowhere", "./nowhere", "../nowhere", "~/nowhere", "~nobody/x", "a/b/c", "here/nowhere"),
-        *("none.gguf", "~nobody/none.gguf", "org/none.gguf", "org/none.GGUF", "here/file.txt"),
+        *"/nowhere ./nowhere ../nowhere ~/nowhere ~nobody/x a/b/c here/nowhere".split(),
+        *"none.gguf ~nobody/none.gguf org/none.gguf org/none.GGUF here/file.txt".split(),
         "x" * 5000,
     ],
 )

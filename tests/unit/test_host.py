@@ -303,24 +303,30 @@ V1_MEMORY = {
     [
         # What is used and could not be dropped counts.
         (
-            *(V2_MEMORY, "pod/box"),
+            V2_MEMORY,
+            "pod/box",
             {"memory.max": f"{100 * MIB}\n", "memory.current": f"{70 * MIB}\n"}
             | {"memory.stat": f"anon {40 * MIB}\ninactive_file {30 * MIB}\n"},
-            *(100, 60),
+            100,
+            60,
         ),
         # The group around may leave less.
         (
-            *(V2_MEMORY, "pod/box"),
+            V2_MEMORY,
+            "pod/box",
             {"memory.max": "max", "memory.current": "1"}
             | {"../memory.max": f"{50 * MIB}", "../memory.current": f"{60 * MIB}"},
-            *(50, 0),
+            50,
+            0,
         ),
         # Version 1 has other names.
         (
-            *(V1_MEMORY, "memory/docker/abc"),
+            V1_MEMORY,
+            "memory/docker/abc",
             {"memory.limit_in_bytes": f"{64 * MIB}", "memory.usage_in_bytes": f"{16 * MIB}"}
             | {"memory.stat": f"inactive_file 1\ntotal_inactive_file {4 * MIB}\n"},
-            *(64, 52),
+            64,
+            52,
         ),
         (V2_MEMORY, "pod/box", {"memory.max": "max\n"}, None, None),
         ({}, "", {}, None, None),
@@ -348,7 +354,9 @@ def test_the_memory_is_that_of_the_group_or_the_hosts(
 # ------------------------------------------------------------------------------------ child process
 def _run(how: str, timeout: float = 60.0) -> str:
     return run_child(
-        *("tests.unit.ending_child", lambda path: path.write_text(how) and None, Path.read_text),
+        "tests.unit.ending_child",
+        lambda path: path.write_text(how) and None,
+        Path.read_text,
         label="cpu side",
         variables=os.environ,
         timeout=timeout,

@@ -95,8 +95,11 @@ REFUSALS: list[tuple[Recipe, str, dict[str, Any], str, str]] = [
     (BYTES, "weights", {"symmetric": False}, "weights.symmetric is False", "Asymmetric"),
     (BYTES, "weights", {"strategy": "group"}, "weights.strategy is 'group'", "tensor or channel"),
     (
-        *(BYTES, "weights", {"strategy": "block", "block_structure": [128, 96]}),
-        *("weights.block_structure is [128, 96]", "a multiple of 64 inputs"),
+        BYTES,
+        "weights",
+        {"strategy": "block", "block_structure": [128, 96]},
+        "weights.block_structure is [128, 96]",
+        "a multiple of 64 inputs",
     ),
     (INT8, "group", {"input_activations": None}, "input_activations is None", "vLLM reads"),
     (BLOCKS, "config", {"fmt": "e5m2"}, "fmt is 'e5m2'", "Weight type e5m2 not supported"),

@@ -322,24 +322,28 @@ def test_an_error_names_its_source(
         ({}, {}, {}, []),
         (
             {"VLLM_RBLN_METRICS": "1"},
-            *({}, {}),
+            {},
+            {},
             ["VLLM_RBLN_METRICS has no effect: Metrics are always on, at `/metrics`."],
         ),
         (
             {"VLLM_RBLN_TP_SIZE": "2"},
-            *({}, {"num_devices_per_local_rank": 2}),
+            {},
+            {"num_devices_per_local_rank": 2},
             ["VLLM_RBLN_TP_SIZE is deprecated, use VLLM_RBLN_NUM_DEVICES_PER_LOCAL_RANK"],
         ),
         (
             {"RBLN_TARGET_SOC": "RBLN-CA25", "RBLN_FORCE_NPU_NAME": "RBLN-CR13"},
-            *({}, {"force_npu_name": "RBLN-CR13"}),
+            {},
+            {"force_npu_name": "RBLN-CR13"},
             ["RBLN_TARGET_SOC is ignored because RBLN_FORCE_NPU_NAME is set"],
         ),
         ({"XDG_CACHE_HOME": "/xdg", "VLLM_CACHE_ROOT": "/vllm"}, {}, {"cache_root": "/vllm"}, []),
         # Names of vllm-rbln.
         (
             {},
-            *({"use_custom_sampler": False, "use_batch_attn_opt": True}, {"sampler": False}),
+            {"use_custom_sampler": False, "use_batch_attn_opt": True},
+            {"sampler": False},
             ["use_batch_attn_opt has no effect: One attention op serves every batch."],
         ),
     ],

@@ -54,8 +54,11 @@ def native_library() -> Path:
         made = place / f"librbln.{os.getpid()}"
         run(
             [
-                *("g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-Wall"),
-                *("-Wl,-soname,librbln.so", "-o", str(made), str(source)),
+                *"g++ -std=c++17 -O1 -shared -fPIC -Wall".split(),
+                "-Wl,-soname,librbln.so",
+                "-o",
+                str(made),
+                str(source),
             ]
         )
         made.rename(place / "librbln.so")

@@ -21,11 +21,30 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 WIDE = [
     pytest.param(name, marks=pytest.mark.wide)
     for name in (
-        *("llama device", "sampled", "one block", "window", "window device", "window shift"),
-        *("experts", "fp8 cache", "e5m2 cache", "two ranks"),
-        *("drafts", "medusa", "eagle", "eagle3", "mtp latent", "mtp mimo"),
-        *("fp8 blocks", "fp8 experts", "fp8 experts w8a8", "mxfp4 experts"),
-        *("fp8 blocks w8a8", "nvfp4 experts", "modelopt fp8", "latent"),
+        "llama device",
+        "sampled",
+        "one block",
+        "window",
+        "window device",
+        "window shift",
+        "experts",
+        "fp8 cache",
+        "e5m2 cache",
+        "two ranks",
+        "drafts",
+        "medusa",
+        "eagle",
+        "eagle3",
+        "mtp latent",
+        "mtp mimo",
+        "fp8 blocks",
+        "fp8 experts",
+        "fp8 experts w8a8",
+        "mxfp4 experts",
+        "fp8 blocks w8a8",
+        "nvfp4 experts",
+        "modelopt fp8",
+        "latent",
     )
 ]
 

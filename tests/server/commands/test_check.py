@@ -89,8 +89,10 @@ LACKING = [
     (
         "llama",
         [
-            *("model.layers.1.self_attn.k_proj.weight", "model.layers.1.mlp.up_proj.weight"),
-            *("model.embed_tokens.weight", "model.norm.weight"),
+            "model.layers.1.self_attn.k_proj.weight",
+            "model.layers.1.mlp.up_proj.weight",
+            "model.embed_tokens.weight",
+            "model.norm.weight",
         ],
     ),
     ("qwen2", ["model.layers.0.self_attn.v_proj.bias"]),

@@ -50,7 +50,7 @@ def test_vllm_chat_prints_the_same_answer(client: openai.OpenAI) -> None:
     (message,) = pinned.messages
     words = ["--url", str(client.base_url), "--model-name", "default-model"]
     done = warm_process().run(
-        *("chat", *words, "-q", str(message["content"])), environ=os.environ, script=_VLLM
+        "chat", *words, "-q", str(message["content"]), environ=os.environ, script=_VLLM
     )
     assert done.stdout.strip().endswith(pinned.answer), done.stderr
 

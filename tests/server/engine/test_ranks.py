@@ -37,8 +37,11 @@ JUNK = [
 def pair(checkpoints: CheckpointCache, tmp_path: Path) -> Iterator[tuple[RealServer, RealServer]]:
     """The server with the API and the headless one, starting."""
     flags = [
-        *("--data-parallel-size", "2", "--data-parallel-size-local", "1"),
-        *("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port())),
+        *"--data-parallel-size 2 --data-parallel-size-local 1".split(),
+        "--data-parallel-address",
+        "127.0.0.1",
+        "--data-parallel-rpc-port",
+        str(free_port()),
     ]
     model = checkpoints("llama", dtype="float32")
     folders = [tmp_path / name for name in ("api", "headless")]

@@ -98,7 +98,9 @@ def post(body: dict[str, Any] | bytes, *more: bytes, version: bytes = b"1.1") ->
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [
         b"POST %s HTTP/%s" % (CHAT.encode(), version),
-        *(b"host: x", b"content-type: application/json", b"content-length: %d" % len(content)),
+        b"host: x",
+        b"content-type: application/json",
+        b"content-length: %d" % len(content),
         *more,
     ]
     return b"\r\n".join([*lines, b"", content])

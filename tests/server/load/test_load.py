@@ -141,8 +141,9 @@ def until(condition: Any, timeout_s: float = 5.0) -> None:
 # ------------------------------------------------------------------------------------ queue timeout
 HI = [{"role": "user", "content": "hi"}]
 FLAGS = (
-    *("--max-model-len", "1024", "--max-queue-s", "0.2", "--max-queued-tokens", "600"),
-    *("--scheduling-policy", "priority"),
+    *"--max-model-len 1024 --max-queue-s 0.2 --max-queued-tokens 600".split(),
+    "--scheduling-policy",
+    "priority",
 )
 
 

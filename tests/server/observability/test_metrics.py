@@ -359,7 +359,7 @@ class Followed:
         self.addresses = [f"tcp://127.0.0.1:{port}" for port in ports]
         self.server = RealServer(
             checkpoint, folder, "--block-size", str(BLOCK), *flags,
-            *("--kv-events-config", json.dumps(events)),
+            "--kv-events-config", json.dumps(events),
         )  # fmt: skip
         self.router = KvSubscriber(*self.addresses)
 

@@ -69,7 +69,9 @@ def test_unknown_tiers_are_rejected(endpoint: Endpoint, requested: object) -> No
 def test_the_first_tier_of_a_key_is_what_it_gets_without_a_word() -> None:
     gold = get_tiers("priority+default")
     assert [granted_tier(requested, gold) for requested in (None, "auto", "default")] == [
-        *(Tier.PRIORITY, Tier.PRIORITY, Tier.DEFAULT)
+        Tier.PRIORITY,
+        Tier.PRIORITY,
+        Tier.DEFAULT,
     ]
     with pytest.raises(
         PermissionDeniedError, match=r"'flex' is not allowed.*: 'priority', 'default'\."
@@ -98,9 +100,15 @@ async def test_keys_may_be_limited_to_tiers(tmp_path: Path) -> None:
     settings = {"api_key_file": tmp_path / "keys", "open_metrics": True}
     async with running(tmp_path, **settings) as service:
         for key, tier, status in (
-            *(("k1", None, 200), ("k1", "priority", 200), ("k2", None, 200), ("k2", "auto", 200)),
-            *(("k2", "default", 403), ("k2", "priority", 403), ("k3", "flex", 403)),
-            *(("k3", "default", 200), ("k3", None, 200)),
+            ("k1", None, 200),
+            ("k1", "priority", 200),
+            ("k2", None, 200),
+            ("k2", "auto", 200),
+            ("k2", "default", 403),
+            ("k2", "priority", 403),
+            ("k3", "flex", 403),
+            ("k3", "default", 200),
+            ("k3", None, 200),
         ):
             answer = await ask(service, key, service_tier=tier)
             assert answer.status_code == status, (key, tier)

@@ -10,8 +10,8 @@ from tests.debian_tools import debian_tool
 
 # The closed network of a test machine refuses Chromium's own connections, many at a time.
 _FLAGS = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *"--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run".split(),
+    *"--disable-background-networking --disable-component-update --disable-sync".split(),
     "--window-size=1280,1600",
 )
 

@@ -369,8 +369,12 @@ async def online(service: Running) -> bool:
 async def test_without_a_folder_it_says_how(tmp_path: Path) -> None:
     async with running(tmp_path) as service:
         for method, path in (
-            *(("GET", "/v1/files"), ("POST", "/v1/files"), ("GET", "/v1/files/x/content")),
-            *(("GET", "/v1/batches"), ("POST", "/v1/batches"), ("POST", "/v1/batches/x/cancel")),
+            ("GET", "/v1/files"),
+            ("POST", "/v1/files"),
+            ("GET", "/v1/files/x/content"),
+            ("GET", "/v1/batches"),
+            ("POST", "/v1/batches"),
+            ("POST", "/v1/batches/x/cancel"),
         ):
             answer = await service.client.request(method, path, json={})
             assert answer.status_code == 501

@@ -274,8 +274,10 @@ async def test_usage_follows_every_change(tmp_path: Path) -> None:
         lambda db: db.execute("SELECT * FROM usage WHERE objects ORDER BY kind, owner").fetchall()
     )
     assert [tuple(row) for row in found] == [
-        *(("a", "files", 1, 10), ("b", "files", 1, 10)),
-        *(("a", "responses", 2, 8), ("b", "responses", 1, 9)),
+        ("a", "files", 1, 10),
+        ("b", "files", 1, 10),
+        ("a", "responses", 2, 8),
+        ("b", "responses", 1, 9),
     ]
     store.close()
 

@@ -70,13 +70,17 @@ def test_arrays_are_joined(arrays: list[list[Any]]) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *(b"", b"{", b'{"a":}', b'{"a":1,}', b'{"a":NaN}', b'{"a":01}', b'{"a":"\n"}'),
-        *(
-            b'{"b":"\xff"}',
-            b'{"b":"\\x"}',
-            b'{"a":1} 2',
-            b'{"b":' + b"[" * 5000 + b"]" * 5000 + b"}",
-        ),
+        b"",
+        b"{",
+        b'{"a":}',
+        b'{"a":1,}',
+        b'{"a":NaN}',
+        b'{"a":01}',
+        b'{"a":"\n"}',
+        b'{"b":"\xff"}',
+        b'{"b":"\\x"}',
+        b'{"a":1} 2',
+        b'{"b":' + b"[" * 5000 + b"]" * 5000 + b"}",
     ],
 )
 def test_what_is_no_json_is_refused(text: bytes) -> None:

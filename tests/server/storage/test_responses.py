@@ -133,7 +133,10 @@ async def test_other_keys_see_nothing_of_it(tmp_path: Path) -> None:
         mine, other = (bearer(key) for key in ("k1", "k2"))
         name = (await create(service.client, headers=mine))["id"]
         for method, path in (
-            *(("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")),
+            ("GET", ""),
+            ("DELETE", ""),
+            ("POST", "/cancel"),
+            ("GET", "/input_items"),
         ):
             answer = await service.client.request(method, f"{PATH}/{name}{path}", headers=other)
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
@@ -231,7 +234,8 @@ async def test_without_a_folder_it_says_how(tmp_path: Path) -> None:
         ({"previous_response_id": "resp_none"}, "not_found", "previous_response_id"),
         (
             {"previous_response_id": "resp_x", "previous_input_messages": [{}]},
-            *("invalid_value", "previous_response_id"),
+            "invalid_value",
+            "previous_response_id",
         ),
     ],
 )
@@ -247,8 +251,10 @@ async def test_wrong_questions_about_a_response(tmp_path: Path) -> None:
     async with running(tmp_path, data_dir=tmp_path / "data") as service:
         name = (await create(service.client))["id"]
         for query, param in (
-            *(("stream=yes", "stream"), ("stream=true", "stream")),
-            *(("starting_after=1", "starting_after"), ("include=reasoning", "include")),
+            ("stream=yes", "stream"),
+            ("stream=true", "stream"),
+            ("starting_after=1", "starting_after"),
+            ("include=reasoning", "include"),
             ("stream=true&starting_after=x", "stream"),
         ):
             answer = await service.client.get(f"{PATH}/{name}?{query}")
@@ -259,7 +265,8 @@ async def test_wrong_questions_about_a_response(tmp_path: Path) -> None:
             assert answer.status_code == status
         waiting = await create(service.client, user="wait", background=True)
         assert await online(service, previous_response_id=waiting["id"]) == (
-            *(400, "invalid_value"),
+            400,
+            "invalid_value",
             "previous_response_id",
         )
         await service.client.delete(f"{PATH}/{waiting['id']}")

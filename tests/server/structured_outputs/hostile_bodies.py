@@ -11,8 +11,27 @@ from typing import Any
 from tests.server.real_server import RealServer
 
 HOSTILE_VALUES: tuple[Any, ...] = (
-    *(None, True, 0, -1, 1e308, "", "x" * 300, "\ud83d", "\x00", [], {}, [[]], [None], {"a": None}),
-    *({"type": "object"}, {"$ref": "#"}, {"enum": []}, "((", "root ::= root", [1], {"": {"": {}}}),
+    None,
+    True,
+    0,
+    -1,
+    1e308,
+    "",
+    "x" * 300,
+    "\ud83d",
+    "\x00",
+    [],
+    {},
+    [[]],
+    [None],
+    {"a": None},
+    {"type": "object"},
+    {"$ref": "#"},
+    {"enum": []},
+    "((",
+    "root ::= root",
+    [1],
+    {"": {"": {}}},
 )
 
 

@@ -13,9 +13,9 @@ Head = Callable[[int], str]
 """Returns the first line of the system prompt, by turn."""
 
 TOOLS = (
-    *("Read", "Write", "Edit", "MultiEdit", "Bash", "BashOutput", "KillShell", "Glob", "Grep"),
-    *("LS", "Task", "TodoWrite", "WebFetch", "NotebookRead", "NotebookEdit", "ExitPlanMode"),
-    *("SlashCommand", "AskUser", "ListResources", "ReadResource", "Skill", "Lsp", "Diff", "Test"),
+    *"Read Write Edit MultiEdit Bash BashOutput KillShell Glob Grep".split(),
+    *"LS Task TodoWrite WebFetch NotebookRead NotebookEdit ExitPlanMode".split(),
+    *"SlashCommand AskUser ListResources ReadResource Skill Lsp Diff Test".split(),
 )
 CACHED = {"type": "ephemeral"}
 _WORDS = (

@@ -83,18 +83,29 @@ JSON_FORMS: dict[str, Any] = {
 AT_START = {"granite"}
 """Parsers whose calls are the whole answer."""
 HOSTILE = [
-    *("</tool_call>", "<tool_call>", "</longcat_tool_call>", "<|action_end|>", "</tool_calls>"),
-    *("]", "}]", '"}{]["', "```", "</s>", "<｜tool▁call▁end｜>", "\n```<｜tool▁call▁end｜>"),
-    *(
-        "a</tool_call>\n<tool_call>\nb",
-        '}}</tool_call>\n<tool_call>{"name": "ring"',
-        "<|tool_call|>",
-    ),
-    *('"arguments": {"a": 1}', "; {", "functools[", "\\", '\\"', "\n", "é😀", "<|tools_suffix|>"),
+    *"</tool_call> <tool_call> </longcat_tool_call> <|action_end|> </tool_calls>".split(),
+    "]",
+    "}]",
+    '"}{]["',
+    "```",
+    "</s>",
+    "<｜tool▁call▁end｜>",
+    "\n```<｜tool▁call▁end｜>",
+    "a</tool_call>\n<tool_call>\nb",
+    '}}</tool_call>\n<tool_call>{"name": "ring"',
+    "<|tool_call|>",
+    '"arguments": {"a": 1}',
+    "; {",
+    "functools[",
+    "\\",
+    '\\"',
+    "\n",
+    "é😀",
+    "<|tools_suffix|>",
 ]
 _TOKENS = [
-    *("<tool_calls>", "</tool_calls>", "<|python_tag|>", "<｜tool▁calls▁begin｜>"),
-    *("<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    *"<tool_calls> </tool_calls> <|python_tag|> <｜tool▁calls▁begin｜>".split(),
+    *"<｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜>".split(),
 ]
 
 
@@ -194,9 +205,21 @@ def test_a_call_that_was_cut_is_as_long_as_it_was_generated(name: str, step: int
 
 
 NO_OBJECTS = [
-    *('{"cmd": NaN}', '{"cmd": "a\nb"}', '{"cmd": 1,}', '{"cmd": [1,]}', '{"cmd": -Infinity}'),
-    *('{"cmd": "\\x"}', '{"cmd": 01}', "{'cmd': 1}", '{"cmd" 1}', '{"cmd": tru}', '["a"]'),
-    *('{"cmd": "', '{"cmd": {}', "{", "5"),
+    '{"cmd": NaN}',
+    '{"cmd": "a\nb"}',
+    '{"cmd": 1,}',
+    '{"cmd": [1,]}',
+    '{"cmd": -Infinity}',
+    '{"cmd": "\\x"}',
+    '{"cmd": 01}',
+    "{'cmd': 1}",
+    '{"cmd" 1}',
+    '{"cmd": tru}',
+    '["a"]',
+    '{"cmd": "',
+    '{"cmd": {}',
+    "{",
+    "5",
 ]
 
 

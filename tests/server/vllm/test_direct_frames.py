@@ -184,7 +184,12 @@ def parsed_chat(queue: RequestOutputCollector, tokenizer: Any, **fields: Any) ->
     parser: Any = ParserManager.get_parser("hermes", None, enable_auto_tools=True)
     serving.parser_cls, serving.model_config = object_call_parser(parser), None
     return serving.chat_completion_stream_generator(
-        *(request, outputs_of(queue), "chatcmpl-é", "m", request.messages, tokenizer),
+        request,
+        outputs_of(queue),
+        "chatcmpl-é",
+        "m",
+        request.messages,
+        tokenizer,
         SimpleNamespace(),
     )
 
@@ -192,7 +197,14 @@ def parsed_chat(queue: RequestOutputCollector, tokenizer: Any, **fields: Any) ->
 def completion(queue: RequestOutputCollector, tokenizer: Any, **fields: Any) -> Any:
     request = CompletionRequest(prompt="hi", model="m", stream=True, **fields)
     return bare(completion_serving.OpenAIServingCompletion).completion_stream_generator(
-        *(request, [], numbered(outputs_of(queue)), "cmpl-é", 1, "m", 1, tokenizer),
+        request,
+        [],
+        numbered(outputs_of(queue)),
+        "cmpl-é",
+        1,
+        "m",
+        1,
+        tokenizer,
         SimpleNamespace(),
     )
 
@@ -308,7 +320,7 @@ async def test_streams_with_more_than_text_are_not_pushed(
 ) -> None:
     steps = [[10 + number] for number in range(12)]
     _, played = await frames_of(
-        *(tokenizer, make, steps, fields, {"max_tokens": 100, **sampling}), lambda: True
+        tokenizer, make, steps, fields, {"max_tokens": 100, **sampling}, lambda: True
     )
     assert played.writer.pushed == 0
 

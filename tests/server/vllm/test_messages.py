@@ -84,8 +84,8 @@ def kinds(stream: str) -> list[str]:
 async def test_a_text_is_one_block() -> None:
     stream = await events([chunk({"content": "Hel"}), chunk({"content": "lo"}), ending("stop")])
     assert kinds(stream) == [
-        *("message_start", "ping", "content_block_start", "content_block_delta"),
-        *("content_block_delta", "content_block_stop", "message_delta", "message_stop"),
+        *"message_start ping content_block_start content_block_delta".split(),
+        *"content_block_delta content_block_stop message_delta message_stop".split(),
     ]
     message = put_together(stream)
     assert message.id == "msg_7"
@@ -122,7 +122,7 @@ async def test_calls_are_blocks_of_their_own(reason: str) -> None:
     ]
     message = put_together(await events(chunks))
     assert [block.type for block in message.content] == [
-        *("thinking", "text", "tool_use", "text", "tool_use")
+        *"thinking text tool_use text tool_use".split()
     ]
     _, _, first, held, second = message.content
     assert first.type == second.type == "tool_use"
@@ -395,7 +395,7 @@ def test_where_answers_are_parsed() -> None:
     assert events[-1] == "_increment_sequence_number_and_return"
     assert parameters(OpenAIServingResponses.responses_full_generator)[:5] == start
     assert parameters(DelegatingParser.parse)[1:] == [
-        *("model_output", "request", "enable_auto_tools", "model_output_token_ids")
+        *"model_output request enable_auto_tools model_output_token_ids".split()
     ]
     assert parameters(Hermes2ProToolParser._extract_tool_name) == ["tc_json"]
     assert parameters(Hermes2ProToolParser._extract_tool_args) == ["tc_json", "is_complete"]
@@ -427,10 +427,11 @@ def test_every_refused_flag_exists_and_no_flag_of_ours_hides_an_engine_flag() ->
     assert not ours & set(AsyncEngineArgs.__dataclass_fields__)
     # What means the same in both.
     assert ours & theirs == {
-        *("host", "port", "root_path", "api_key", "enable_ssl_refresh"),
-        *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
-        *("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
-        *("uds", "headless"),
+        *"host port root_path api_key enable_ssl_refresh".split(),
+        *"ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers".split(),
+        *"allowed_origins allowed_methods allowed_headers allow_credentials".split(),
+        "uds",
+        "headless",
     }
 
 

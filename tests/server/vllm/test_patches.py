@@ -189,9 +189,11 @@ ENDPOINTS = "--disable-access-log-for-endpoints=/health,/metrics,/v1/models"
 # with its later --shutdown-timeout.
 LLM_D_GPU = (ENDPOINTS, "--tensor-parallel-size=1")
 LLM_D_NPU = (
-    *("--served-model-name=openai/gpt-oss-120b", ENDPOINTS, "--max-model-len=128"),
-    *("--block-size=4096", "--enable-chunked-prefill", "--max-num-batched-tokens=512"),
-    *("--no-enable-prefix-caching", "--num-gpu-blocks-override=34", "--max-num-seqs=1"),
+    "--served-model-name=openai/gpt-oss-120b",
+    ENDPOINTS,
+    "--max-model-len=128",
+    *"--block-size=4096 --enable-chunked-prefill --max-num-batched-tokens=512".split(),
+    *"--no-enable-prefix-caching --num-gpu-blocks-override=34 --max-num-seqs=1".split(),
 )
 KSERVE = ("--served-model-name", "name", "--port", "8000", "--shutdown-timeout", "30")
 

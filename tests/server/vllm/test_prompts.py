@@ -451,7 +451,10 @@ async def test_small_conversations_are_rendered_without_a_job() -> None:
     assert await asyncio.to_thread(rendered, [{}], chat_template=loop) == "elsewhere"
     assert len(sent) == 3
     assert [templates.waits(template) for template in ("served", loop, "other", None)] == [
-        *(False, True, True, True)
+        False,
+        True,
+        True,
+        True,
     ]
     assert not RemoteTemplates(send, ["served"], 100).waits(None)
 

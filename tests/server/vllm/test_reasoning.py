@@ -26,9 +26,10 @@ THINK, SEED, MM, IFM, GEMMA, GRANITE, HUNYUAN = (
 MARKS = {
     **dict.fromkeys(
         (
-            *("deepseek_r1", "deepseek_v4", "deepseek_v41", "ernie45", "glm45", "glm47", "holo2"),
-            *("hy_v4", "kimi_k2", "ling3", "mimo", "minimax_m2", "nemotron_v3", "olmo3", "qwen3"),
-            *("step3", "step3p5"),
+            *"deepseek_r1 deepseek_v4 deepseek_v41 ernie45 glm45 glm47 holo2".split(),
+            *"hy_v4 kimi_k2 ling3 mimo minimax_m2 nemotron_v3 olmo3 qwen3".split(),
+            "step3",
+            "step3p5",
         ),
         THINK,
     ),
@@ -42,8 +43,16 @@ MARKS = {
 STARTS_ITSELF = ("minimax_m3", "gemma4", "granite", "hunyuan_a13b")
 """Parsers whose models answer without reasoning unless they write its marker."""
 ADDED = [
-    *(*THINK, *SEED, *MM, *IFM, "<|channel>", "<channel|>", "<response>", "</response>"),
-    *("<ifm|think_fast>", "</ifm|think_fast>"),
+    *THINK,
+    *SEED,
+    *MM,
+    *IFM,
+    "<|channel>",
+    "<channel|>",
+    "<response>",
+    "</response>",
+    "<ifm|think_fast>",
+    "</ifm|think_fast>",
 ]
 TURN = "<|im_start|>assistant\n"
 OPEN, OFF, GO_ON = {}, {"enable_thinking": False}, {"continue_final_message": True}

@@ -104,9 +104,15 @@ class Attention:
         """Feed tokens [begin, end) of one request; [Hkv, G, end - begin, D]."""
         part = (slice(row, row + 1), slice(None), slice(None), slice(begin, end))
         out: Tensor = torch.ops.rbln_emulated_ops.flash_causal_attention_naive_prefill(
-            *(self.q[part], self.k[part], self.v[part], self.cache, self.scale),
+            self.q[part],
+            self.k[part],
+            self.v[part],
+            self.cache,
+            self.scale,
             torch.tensor([[begin]], dtype=torch.int32),
-            *(self.tables[row], self.scale, *self.options),
+            self.tables[row],
+            self.scale,
+            *self.options,
         )
         return out[0]
 
@@ -116,8 +122,15 @@ class Attention:
         q, k, v = (x.permute(3, 0, 1, 2).unsqueeze(3) for x in at)
         starts = torch.tensor(positions, dtype=torch.int32).unsqueeze(1)
         out: Tensor = torch.ops.rbln_emulated_ops.flash_causal_attention_naive_decode(
-            *(q.contiguous(), k.contiguous(), v.contiguous(), self.cache, self.scale),
-            *(starts, self.tables, self.scale, *self.options),
+            q.contiguous(),
+            k.contiguous(),
+            v.contiguous(),
+            self.cache,
+            self.scale,
+            starts,
+            self.tables,
+            self.scale,
+            *self.options,
         )
         return out
 

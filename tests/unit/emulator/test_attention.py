@@ -404,10 +404,23 @@ class Layer:
         parts = [(x, 0) for x in self.rows] if apart else [(self.qkv, c) for c in columns]
         return (
             *(item for part in parts for item in part),
-            *(*self.norms, EPS, self.positions, self.rotary if self.rotated else None, True),
-            *(cache, self.scale, self.starts, self.ends, self.tables, self.sinks, 5.0),
-            *(self.slopes, *self.cache_scales, *((None, None) if self.window else (7, 20))),
-            *(FUSED_GROUP, self.batch),
+            *self.norms,
+            EPS,
+            self.positions,
+            self.rotary if self.rotated else None,
+            True,
+            cache,
+            self.scale,
+            self.starts,
+            self.ends,
+            self.tables,
+            self.sinks,
+            5.0,
+            self.slopes,
+            *self.cache_scales,
+            *((None, None) if self.window else (7, 20)),
+            FUSED_GROUP,
+            self.batch,
         )
 
     def one_by_one(self, cache: Tensor) -> Tensor:

@@ -514,8 +514,8 @@ def test_a_wheels_library_is_found_after_all_other_places(
 # Each runs the numeric tests of the others in a process of its own.
 HERE = Path(__file__).parent
 NUMERICS = (
-    *("test_linear", "test_attention", "test_e4m3_cache", "test_window_attention"),
-    *("test_sampling", "test_moe", "test_quantized"),
+    *"test_linear test_attention test_e4m3_cache test_window_attention".split(),
+    *"test_sampling test_moe test_quantized".split(),
 )
 
 

@@ -23,8 +23,19 @@ def kept(x: Tensor, bodies: Bodies, scale: float) -> Tensor:
     rows, one = x.view(1, 1, 1, -1, 16), torch.tensor(1.0)
     cache = torch.zeros(2, 2, 1, 1, len(x), 16, dtype=torch.float8_e4m3fn)
     bodies["flash_causal_attention_naive_prefill"](
-        *(rows, rows, rows, cache, one, torch.tensor([[0]]), torch.tensor([1]), one),
-        *(None, None, None, torch.tensor(scale), torch.tensor(2 * scale)),
+        rows,
+        rows,
+        rows,
+        cache,
+        one,
+        torch.tensor([[0]]),
+        torch.tensor([1]),
+        one,
+        None,
+        None,
+        None,
+        torch.tensor(scale),
+        torch.tensor(2 * scale),
     )
     halves = cache[1, 1, 0, 0].float()
     assert torch.equal(halves.nan_to_num(), rounded_to_e4m3(x.float() / (2 * scale)).float())
@@ -95,8 +106,15 @@ def test_pages_with_every_option(dtype: torch.dtype, bodies: Bodies) -> None:
         shared = torch.ops.rbln_emulator.shared_attention
     whole = make((2, 3, 64, 32, 200), dtype)
     written = op(
-        *(whole.q, whole.k, whole.v, whole.cache, whole.scale, torch.tensor([[0]]), whole.tables),
-        *(whole.scale, *whole.options),
+        whole.q,
+        whole.k,
+        whole.v,
+        whole.cache,
+        whole.scale,
+        torch.tensor([[0]]),
+        whole.tables,
+        whole.scale,
+        *whole.options,
     )
     read = shared(
         whole.q, whole.cache, whole.scale, torch.tensor([[0]]), whole.tables, *whole.options

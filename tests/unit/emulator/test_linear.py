@@ -54,8 +54,15 @@ def make(rows: int, columns: int, depth: int, dtype: torch.dtype) -> tuple[Tenso
 @pytest.mark.parametrize(
     ("rows", "columns", "depth"),
     [
-        *((1, 1, 1), (1, 33, 7), (2, 16, 64), (5, 100, 65), (7, 15, 300), (8, 48, 513)),
-        *((14, 17, 31), (40, 130, 257), (200, 20, 129)),
+        (1, 1, 1),
+        (1, 33, 7),
+        (2, 16, 64),
+        (5, 100, 65),
+        (7, 15, 300),
+        (8, 48, 513),
+        (14, 17, 31),
+        (40, 130, 257),
+        (200, 20, 129),
     ],
 )
 def test_equals_float64(rows: int, columns: int, depth: int, dtype: torch.dtype) -> None:
@@ -354,7 +361,7 @@ def test_rotary_embedding(head_size: int, rotary: int, neox: bool, dtype: torch.
     q, k, _ = qkv.split([3 * head_size, head_size, head_size], dim=-1)
     got = OPS.rotary_embedding(positions, q, k, layer_cache, head_size, neox)
     wide = RotaryEmbedding.forward_static(
-        *(positions, q.double(), k.double(), head_size, rotary, layer_cache.double(), neox)
+        positions, q.double(), k.double(), head_size, rotary, layer_cache.double(), neox
     )
     for actual, expected in zip(got, wide, strict=True):
         assert actual.is_contiguous()

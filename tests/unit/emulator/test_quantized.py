@@ -25,14 +25,27 @@ FORMATS = tuple(BITS)
 """As the op knows them; "uint4" is "int4" with zero points."""
 SHAPES = [
     # format, rows, columns, depth, group
-    *(("int4", 1, 16, 64, 64), ("int8", 1, 33, 128, 64), ("int4", 3, 100, 256, 128)),
-    *(("int8", 6, 48, 40, WHOLE), ("int4", 7, 15, 72, WHOLE), ("int8", 13, 130, 512, 128)),
-    *(("int4", 40, 20, 192, 64), ("int8", 200, 16, 576, WHOLE)),
-    *(("uint4", 1, 33, 128, 64), ("uint4", 14, 48, 384, 128)),
-    *(("e4m3", 1, 16, 128, 128), ("e4m3", 5, 50, 76, WHOLE), ("e4m3", 27, 40, 384, 64)),
-    *(("e2m1", 1, 16, 32, 32), ("e2m1", 3, 50, 160, 32), ("e2m1", 20, 40, 288, 32)),
-    *(("blocks8", 1, 33, 160, 32), ("blocks8", 3, 40, 48, 16), ("blocks8", 40, 40, 288, 32)),
-    *(("blocks8", 2, 33, 160, 32), ("blocks8", 20, 40, 208, 16)),
+    ("int4", 1, 16, 64, 64),
+    ("int8", 1, 33, 128, 64),
+    ("int4", 3, 100, 256, 128),
+    ("int8", 6, 48, 40, WHOLE),
+    ("int4", 7, 15, 72, WHOLE),
+    ("int8", 13, 130, 512, 128),
+    ("int4", 40, 20, 192, 64),
+    ("int8", 200, 16, 576, WHOLE),
+    ("uint4", 1, 33, 128, 64),
+    ("uint4", 14, 48, 384, 128),
+    ("e4m3", 1, 16, 128, 128),
+    ("e4m3", 5, 50, 76, WHOLE),
+    ("e4m3", 27, 40, 384, 64),
+    ("e2m1", 1, 16, 32, 32),
+    ("e2m1", 3, 50, 160, 32),
+    ("e2m1", 20, 40, 288, 32),
+    ("blocks8", 1, 33, 160, 32),
+    ("blocks8", 3, 40, 48, 16),
+    ("blocks8", 40, 40, 288, 32),
+    ("blocks8", 2, 33, 160, 32),
+    ("blocks8", 20, 40, 208, 16),
 ]
 
 
@@ -202,8 +215,12 @@ def test_a_row_that_is_not_finite_stays_alone(case: tuple[str, float], dtype: to
 
 
 EXPERTS = [
-    *("int4 int4 silu", "e2m1 e2m1 swigluoai", "uint4 int8 silu", "int8 uint4 silu"),
-    *("e4m3 e2m1 silu", "blocks8 blocks8 silu"),
+    "int4 int4 silu",
+    "e2m1 e2m1 swigluoai",
+    "uint4 int8 silu",
+    "int8 uint4 silu",
+    "e4m3 e2m1 silu",
+    "blocks8 blocks8 silu",
 ]
 
 
@@ -222,8 +239,15 @@ def test_experts_equal_plain_ones(case: str, dtype: torch.dtype) -> None:
     mixed = OPS.quantized_moe(x, weights, ids, *experts)
     plain = [torch.stack([weight.values.float() for weight in stack]) for stack in (w13, w2)]
     exact = fallback.moe(
-        *(x.float(), weights, ids, plain[0], biases[0].float(), plain[1], biases[1].float()),
-        *(inner, activation),
+        x.float(),
+        weights,
+        ids,
+        plain[0],
+        biases[0].float(),
+        plain[1],
+        biases[1].float(),
+        inner,
+        activation,
     )
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
     torch.testing.assert_close(

@@ -59,7 +59,11 @@ def vllm_shares(logits: Tensor, options: Mapping[str, float]) -> Tensor:
 
 
 LIMITS = [
-    *({}, {"temperature": 0.3}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}),
+    {},
+    {"temperature": 0.3},
+    {"top_p": 0.9},
+    {"top_k": 20},
+    {"min_p": 0.1},
     {"temperature": 1.7, "top_k": 30, "top_p": 0.6, "min_p": 0.02},
 ]
 
@@ -321,8 +325,11 @@ def test_tokens_outside_of_the_vocabulary_are_refused() -> None:
         OPS.top_logprobs(torch.zeros(1, 5), torch.tensor([5], dtype=torch.int32), 1, True)
     with pytest.raises(IndexError, match=r"output_ends\[0\] is 2 of 1"):
         OPS.penalize_(
-            *(torch.zeros(1, 5), torch.zeros(1, 1, dtype=torch.int64)),
-            *(torch.zeros(1, dtype=torch.int32), torch.tensor([2]), *(torch.ones(1),) * 3),
+            torch.zeros(1, 5),
+            torch.zeros(1, 1, dtype=torch.int64),
+            torch.zeros(1, dtype=torch.int32),
+            torch.tensor([2]),
+            *(torch.ones(1),) * 3,
         )
 
 

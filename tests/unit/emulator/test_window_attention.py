@@ -151,8 +151,13 @@ def test_several_new_tokens_per_row_of_a_batch(bodies: Bodies) -> None:
     cached = torch.tensor(before).unsqueeze(1)
     rows = [torch.stack([x[b, :, :, n : n + 5] for b, n in enumerate(before)]) for x in run.tokens]
     out = bodies[DECODE](
-        *(*rows, run.cache, cached, cached + torch.tensor(counts).unsqueeze(1), run.scale),
-        *(torch.tensor(run.blocks).unsqueeze(1), run.scale),
+        *rows,
+        run.cache,
+        cached,
+        cached + torch.tensor(counts).unsqueeze(1),
+        run.scale,
+        torch.tensor(run.blocks).unsqueeze(1),
+        run.scale,
     )
     for row, (start, count) in enumerate(zip(before, counts, strict=True)):
         expected = run.expected(row)[:, :, start : start + count]

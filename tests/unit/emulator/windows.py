@@ -63,8 +63,18 @@ class Windows:
     ) -> Tensor:
         mask = (None,) if name == DECODE else ()
         out: Tensor = self.bodies[name](
-            *(*rows, self.cache, cached, end, self.scale, table, self.scale),
-            *(*mask, self.sinks, self.soft_cap, None, *(self.cache_scales or ())),
+            *rows,
+            self.cache,
+            cached,
+            end,
+            self.scale,
+            table,
+            self.scale,
+            *mask,
+            self.sinks,
+            self.soft_cap,
+            None,
+            *(self.cache_scales or ()),
         )
         return out
 

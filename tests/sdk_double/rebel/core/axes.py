@@ -13,9 +13,10 @@ _NAMESPACES = ("rbln_custom_ops", "rbln_triton_ops")
 # They show the same numbers: the vendor's own graphs have rows there, for a moment.
 _VIEWS = frozenset(
     (
-        *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "unsqueeze", "t"),
-        *("squeeze", "split", "chunk", "getitem", "contiguous", "expand", "narrow", "select"),
-        *("to", "float"),
+        *"view reshape flatten unflatten transpose permute unsqueeze t".split(),
+        *"squeeze split chunk getitem contiguous expand narrow select".split(),
+        "to",
+        "float",
     )
 )
 

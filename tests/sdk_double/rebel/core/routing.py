@@ -13,9 +13,10 @@ _WEIGHTS = "masked_routing_weight"
 # Of vllm_rbln/model_executor/layers/fused_moe/runner/moe_runner.py, in place or not.
 _CHAIN = frozenset(
     (
-        *("reshape", "transpose", "permute", "expand", "unsqueeze", "getitem", "zeros_like"),
-        *("topk", "max", "softmax", "sigmoid", "gather", "scatter", "add", "sum", "mul"),
-        *("truediv", "clamp_min"),
+        *"reshape transpose permute expand unsqueeze getitem zeros_like".split(),
+        *"topk max softmax sigmoid gather scatter add sum mul".split(),
+        "truediv",
+        "clamp_min",
     )
 )
 # Where a chain begins: a collective gathers what the routers of several engines say.

@@ -139,7 +139,8 @@ def run_paged(
             end = start + 1
         new = torch.arange(start, end)
         cache.write(
-            *(rows[row][new // size], new % size),
+            rows[row][new // size],
+            new % size,
             *(x[row, :, 0, : end - start].transpose(0, 1) for x in (k, v)),
         )
         seen = torch.arange(0 if window is None else max(0, start - window + 1), end)

@@ -35,7 +35,7 @@ def append(
     """``sliding_window_attention_v1``, one op for prefill and decode."""
     check_paged(q, kv_cache, seq_idx, tables, is_prefill=None)
     return run_paged(
-        *(q, k, v, Cache(kv_cache), scale, seq_idx, tables), sinks=sinks, window=window_size
+        q, k, v, Cache(kv_cache), scale, seq_idx, tables, sinks=sinks, window=window_size
     )
 
 
