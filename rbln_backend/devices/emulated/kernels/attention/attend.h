@@ -18,23 +18,24 @@ namespace rbln {
 // The two products of a tile are functions of their own: inlined, their loops lose the registers
 // to everything around them. Where they begin in a line costs or saves a few per cent.
 
+// The cache that R rows' products fetch to: few rows need soon what they fetch, many have more in L1.
+template <int R>
+inline constexpr int kFetchTo = is_narrow_group(R) ? 3 : 2;
+
 // scores[r * kRowStride + key] = scale * (query r . key) for P panels of keys.
 template <class W, int R, int P>
 __attribute__((noinline, aligned(64))) void score_tile(int64_t depth, const float* queries,
                                                        const W* keys, float scale,
-                                                       const char* ahead, int64_t panel_bytes,
-                                                       int64_t ahead_panels,
-                                                       int64_t element_bytes, float* scores) {
+                                                       const char* ahead, int64_t ahead_step,
+                                                       float* scores) {
   VecF acc[R][P * kPanelVectors] = {};
   const W* panels[P];
-  Ahead<P> fetch;
-  fetch.step = Layout<W>::kStep * kPanel * element_bytes;
+  Ahead<P, kFetchTo<R>> fetch;
+  fetch.step = P * ahead_step;
 #pragma GCC unroll 8
   for (int p = 0; p < P; ++p) {
     panels[p] = keys + p * kPanel * depth;
-    // Beyond what is to come, what is there.
-    fetch.address[p] = p < ahead_panels ? ahead + p * panel_bytes
-                                        : reinterpret_cast<const char*>(panels[p]);
+    fetch.address[p] = ahead + p * ahead_step;
   }
   multiply_panels<W, R, P>(panels, queries, depth, fetch, acc);
 #pragma GCC unroll 16
@@ -48,7 +49,7 @@ __attribute__((noinline, aligned(64))) void score_tile(int64_t depth, const floa
 template <class T, int R, int C>
 __attribute__((noinline, aligned(64))) void weigh_tile(int64_t keys, const float* weights,
                                                        const T* values, int64_t value_stride,
-                                                       const char* ahead, int64_t ahead_rows,
+                                                       const char* ahead, int64_t ahead_step,
                                                        const float* factors, float* sums,
                                                        int64_t sum_stride) {
   VecF acc[R][C];
@@ -59,8 +60,8 @@ __attribute__((noinline, aligned(64))) void weigh_tile(int64_t keys, const float
       acc[r][c] = load(sums + r * sum_stride + c * kLanes);
       if (factors != nullptr) acc[r][c] *= factors[r];
     }
-  multiply_rows<T, R, C, kRowStride>(keys, weights, values, value_stride, ahead, ahead_rows,
-                                    acc);
+  multiply_rows<T, R, C, kRowStride, kFetchTo<R>>(keys, weights, values, value_stride, ahead,
+                                                  ahead_step, acc);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -87,7 +88,8 @@ class Attention {
   Attention(const AttentionArgs& args, Scratch& scratch, Keys& keys, const QueryRun& run)
       : args_(args), s_(scratch), keys_(keys), groups_(run.count * args.group),
         depth_(round_up(args.head_size, Layout<W>::kStep)),
-        width_(round_up(args.value_size, kLanes)), rows_(args, scratch, run, width_) {
+        width_(round_up(args.value_size, kLanes)),
+        fetches_evenly_(is_narrow_group(int(groups_.rows))), rows_(args, scratch, run, width_) {
     s_.reserve(groups_.rows, width_, groups_.rows * words(), kKeys * key_words(), kKeys * width_);
   }
 
@@ -122,28 +124,47 @@ class Attention {
   void load_keys() {
     keys_.locate(begin_, count_, tile_);
     std::fill(tile_.keys + count_, tile_.keys + kKeys, tile_.keys[count_ - 1]);
+    plan_fetching();
     for (int64_t i = 0; i < count_; i += kPanel) {
       float* const panel = s_.keys + i * key_words();
       if constexpr (std::is_same_v<W, bf16>) {
-        transpose_pairs(tile_.keys + i, args_.head_size, reinterpret_cast<uint32_t*>(panel));
-        transpose_pairs(tile_.keys + i + 8, args_.head_size,
-                        reinterpret_cast<uint32_t*>(panel) + 8);
+        for (int64_t half = 0; half < kPanel; half += 8) {
+          if (fetches_evenly_) fetch_values(i + half, 8);
+          transpose_pairs(tile_.keys + i + half, args_.head_size,
+                          reinterpret_cast<uint32_t*>(panel) + half);
+        }
       } else {
+        if (fetches_evenly_) fetch_values(i, kPanel);
         transpose_panel(tile_.keys + i, args_.head_size, panel);
       }
     }
-    fetch_rest();
   }
 
-  // Of the next tile, what this one's products do not fetch: they have one row each.
-  void fetch_rest() const {
-    for (int64_t i = count_; i < std::min(kKeys, tile_.next_count); ++i) {
-      const T* const row = tile_.next_keys + i * args_.cache_stride.slot;
-      for (int64_t d = 0; d < args_.head_size; d += 64 / int64_t(sizeof(T))) {
-        __builtin_prefetch(row + d, 0, 2);
-        __builtin_prefetch(row + args_.cache_stride.kv + d, 0, 2);
-      }
+  // Has the products fetch what comes next. Those of a decode step's few rows take as long as memory
+  // and fetch evenly: the values of a tile before its scores, later keys from then on. Many rows fetch
+  // again and again all that they can, since a fetch too many at once is dropped.
+  void plan_fetching() {
+    const auto& [own, after] = tile_.next;
+    const T* rows[2] = {own.rows + args_.cache_stride.kv, own.rows};
+    int64_t counts[2] = {own.count, own.count};
+    if (fetches_evenly_ && after.count > 0) {
+      rows[0] = own.rows, rows[1] = after.rows, counts[1] = after.count;
+    } else if (fetches_evenly_) {
+      counts[0] = own.count / 2, counts[1] = own.count - counts[0];
+      rows[0] = own.rows, rows[1] = own.rows + counts[0] * args_.cache_stride.slot;
     }
+    const int64_t row_bytes = args_.cache_stride.slot * int64_t(sizeof(T));
+    for (int i = 0; i < 2; ++i)
+      ahead_[i] = reinterpret_cast<const char*>(counts[i] == 0 ? tile_.keys[0] : rows[i]);
+    panel_ahead_ = counts[0] * row_bytes * kPanel / round_up(count_, kTileColumns);
+    step_ahead_ = panel_ahead_ * Layout<W>::kStep / depth_;
+    vector_ahead_ = counts[1] * row_bytes * kLanes / (width_ * count_);
+  }
+
+  void fetch_values(int64_t first, int64_t rows) const {
+    for (int64_t i = first; i < std::min(first + rows, count_); ++i)
+      for (int64_t d = 0; d < args_.value_size; d += 64 / int64_t(sizeof(T)))
+        __builtin_prefetch(tile_.value(i) + d);
   }
 
   // Values are read where they lie if few rows use them; else, or where they lie apart or a row is
@@ -154,8 +175,7 @@ class Attention {
                 (groups_.count <= 2 || sizeof(T) == sizeof(float));
     if (in_place_) return;
     for (int64_t i = 0; i < count_; ++i) {
-      const int64_t stride = tile_.value_stride;
-      const T* value = stride == 0 ? tile_.values[i] : tile_.values[0] + i * stride;
+      const T* const value = tile_.value(i);
       for (int64_t d = 0; d < args_.value_size; d += kLanes)
         store(s_.values + i * width_ + d,
               load_some(value + d, std::min<int64_t>(kLanes, args_.value_size - d)));
@@ -202,13 +222,9 @@ class Attention {
 
   template <int R, int P>
   void score_panels(int64_t row0, int64_t key) {
-    const int64_t stride = args_.cache_stride.slot;
-    const T* const values = tile_.next_keys + args_.cache_stride.kv;
     score_tile<W, R, P>(depth_, s_.queries + row0 * words(),
                         reinterpret_cast<const W*>(s_.keys + key * key_words()), args_.scale,
-                        reinterpret_cast<const char*>(values + key * stride),
-                        stride * kPanel * int64_t(sizeof(T)),
-                        (tile_.next_count - key + kPanel - 1) / kPanel, int64_t(sizeof(T)),
+                        ahead_[0] + key / kPanel * panel_ahead_, step_ahead_,
                         rows_.scores(row0) + key);
   }
 
@@ -231,17 +247,15 @@ class Attention {
   void weigh(int64_t row0, int64_t d, int64_t begin, int64_t end, const float* factors) {
     const float* weights = rows_.scores(row0) + begin;
     float* sums = rows_.sums(row0) + d;
-    const int64_t skipped = d * kKeys;
-    const char* ahead = reinterpret_cast<const char*>(tile_.next_keys + skipped);
-    const int64_t rows =
-        (tile_.next_count * args_.cache_stride.slot - skipped) / (C * kLanes);
+    const int64_t step = C * vector_ahead_;
+    const char* const ahead = ahead_[1] + d / kLanes * count_ * vector_ahead_ + begin * step;
     if (in_place_) {
       const int64_t stride = tile_.value_stride;
       weigh_tile<T, R, C>(end - begin, weights, tile_.values[0] + begin * stride + d, stride,
-                          ahead, rows, factors, sums, width_);
+                          ahead, step, factors, sums, width_);
     } else {
       weigh_tile<float, R, C>(end - begin, weights, s_.values + begin * width_ + d, width_, ahead,
-                              rows, factors, sums, width_);
+                              step, factors, sums, width_);
     }
   }
 
@@ -250,9 +264,14 @@ class Attention {
   Keys& keys_;
   const RowGroups groups_;
   const int64_t depth_, width_;
+  const bool fetches_evenly_;
   QueryRows rows_;
   int64_t begin_ = 0, count_ = 0;  // the keys of the tile
   KeyTile<T> tile_;
+  // What scores and sums fetch meanwhile, and the bytes: with a panel of scores, with a step of one,
+  // and with a vector of values.
+  const char* ahead_[2];
+  int64_t panel_ahead_ = 0, step_ahead_ = 0, vector_ahead_ = 0;
   bool has_values_ = false, in_place_ = false;  // of the tile
 };
 

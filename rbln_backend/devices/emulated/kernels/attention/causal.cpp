@@ -12,11 +12,11 @@ class Pages {
       : args_(args), table_(args.tables + batch * args.table_width),
         cache_(static_cast<T*>(args.cache) + head * args.cache_stride.head) {}
 
-  // Reads end at `end`. The tile before it fetches `count` keys at `next`.
-  void end_at(int64_t end, const T* next, int64_t count) {
+  // Reads go from `first` to `end`, and on with those `after`.
+  void limit(int64_t first, int64_t end, KeyTile<T>::Run after) {
+    first_ = first;
     end_ = end;
-    after_ = next;
-    after_count_ = count;
+    after_ = after;
   }
 
   int64_t reach() const { return args_.table_width * args_.block_size; }
@@ -36,8 +36,8 @@ class Pages {
     const int64_t apart = tile.value_stride == 0 ? count : 1;
     for (int64_t i = 0; i < apart; ++i) tile.values[i] = tile.keys[i] + args_.cache_stride.kv;
     const int64_t left = end_ - begin - count;
-    tile.next_keys = left > 0 ? row(begin + count) : after_;
-    tile.next_count = left > 0 ? left : after_count_;
+    tile.look_ahead(count, begin == first_, {left > 0 ? row(begin + count) : nullptr, left},
+                    after_, stride);
   }
 
  private:
@@ -48,9 +48,8 @@ class Pages {
   const AttentionArgs& args_;
   const int64_t* table_;
   T* cache_;
-  int64_t end_ = 0;
-  const T* after_ = nullptr;
-  int64_t after_count_ = 0;
+  int64_t first_ = 0, end_ = 0;
+  KeyTile<T>::Run after_{};
 };
 
 // Stores the new keys and values of one request and head; positions past the table are dropped.
@@ -95,16 +94,28 @@ struct Runs {
             Pages<T>(args, batch, head).reach(), window};
   }
 
-  // What an item reads; if `next` is another one, it comes after on this thread.
+  // What an item reads, and the item that is expected to come after it on this thread.
   Pages<T> pages(int64_t item, int64_t next) const {
     const QueryRun run = at(item), after = at(next);
     Pages<T> pages(args, run.batch, run.head);
-    const int64_t limit = after.limit(0), low = after.low(limit, args.chunk);
-    pages.end_at(run.limit(run.count - 1), Pages<T>(args, after.batch, after.head).row(low),
-                 next == item ? 0 : after.limit(after.count - 1) - low);
+    const int64_t first = run.limit(0), limit = after.limit(0), low = after.low(limit, args.chunk);
+    pages.limit(run.low(first, args.chunk), run.limit(run.count - 1),
+                {Pages<T>(args, after.batch, after.head).row(low),
+                 after.limit(after.count - 1) - low});
     return pages;
   }
 };
+
+// Has this core own the memory of a token's key and value before it writes them.
+template <class T>
+void fetch_to_write(const AttentionArgs& args, const QueryRun& run) {
+  if (run.start >= run.end) return;
+  const T* const key = Pages<T>(args, run.batch, run.head).row(run.start);
+  for (int64_t d = 0; d < args.head_size; d += 64 / int64_t(sizeof(T))) {
+    prefetch_to_write(key + d);
+    prefetch_to_write(key + args.v_place + d);
+  }
+}
 
 template <class T>
 void run(const AttentionArgs& args) {
@@ -122,7 +133,9 @@ void run(const AttentionArgs& args) {
     for (int64_t item = claim * some; item < end; ++item) {
       const QueryRun run = runs.at(item);
       if (runs.tiles == 1) write_cache<T>(args, run.batch, run.head);
-      const Pages<T> pages = runs.pages(item, std::min(item + 1, end - 1));
+      const int64_t next = std::min(item + to_own_next(item, some, threads), runs.count() - 1);
+      if (runs.tiles == 1) fetch_to_write<T>(args, runs.at(next));
+      const Pages<T> pages = runs.pages(item, next);
       attend<T>(args, scratch, pages, run);
     }
   });

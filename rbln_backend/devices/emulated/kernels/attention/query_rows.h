@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "attention/attention.h"
@@ -53,9 +54,28 @@ struct KeyTile {
   const T* keys[kKeys];
   const T* values[kKeys];  // where value_stride is not 0, the first alone
   int64_t value_stride;    // between the values of neighbours, or 0 where they lie apart
-  // What is fetched meanwhile: the first rows of the next tile, a slot apart.
-  const T* next_keys;
-  int64_t next_count;
+  // What is fetched meanwhile, a slot apart: the keys that are read kKeys rows later, so that memory
+  // has the same to do all the time. The first tile fetches what comes before those, too.
+  struct Run {
+    const T* rows;
+    int64_t count;
+  } next[2];
+
+  // Sets `next` for a tile of `count` keys, which `own` follow, and `after` those.
+  void look_ahead(int64_t count, bool is_first, Run own, Run after, int64_t slot) {
+    const int64_t skipped = is_first ? 0 : kKeys - count, most = is_first ? kKeys : count;
+    const auto part = [slot](Run run, int64_t begin, int64_t rows) {
+      begin = std::clamp<int64_t>(begin, 0, run.count);
+      return Run{run.rows + begin * slot, std::min(run.count - begin, rows)};
+    };
+    next[0] = part(own, skipped, most);
+    next[1] = part(after, skipped - own.count, most - next[0].count);
+    if (next[0].count == 0) std::swap(next[0], next[1]);
+  }
+
+  const T* value(int64_t i) const {
+    return value_stride == 0 ? values[i] : values[0] + i * value_stride;
+  }
 };
 
 // Tokens [first, first + count) of a request, all query heads of one KV head. Token t sees the

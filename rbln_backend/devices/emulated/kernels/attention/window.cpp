@@ -25,11 +25,8 @@ class Window {
                head * args.cache_stride.head) {}
 
   bool is_one_token() const { return args_.counts[batch_] == 1; }
-  // The last tile fetches the first keys of a head that comes after.
-  void go_on_to(const Window& other) {
-    next_block_ = other.block_;
-    next_kept_ = other.kept();
-  }
+  // What is fetched after its own keys: those of a head that comes after.
+  void go_on_to(const Window& other) { next_ = {other.block_, other.kept()}; }
 
   // Tokens that the block holds after the step.
   int64_t kept() const { return end_ - after_; }
@@ -47,9 +44,10 @@ class Window {
     }
     const bool old = begin + count <= start_, fresh = begin >= start_;
     tile.value_stride = old ? args_.cache_stride.slot : fresh ? args_.v_stride.token : 0;
-    const int64_t next = begin + count;
-    tile.next_keys = slot(next - before_);
-    tile.next_count = start_ - next;  // none of the new keys, which have just been written
+    // None of the new keys, which have just been written.
+    const int64_t next = begin + count, left = std::max<int64_t>(0, start_ - next);
+    tile.look_ahead(count, begin == before_, {slot(next - before_), left}, {},
+                    args_.cache_stride.slot);
   }
 
   // Makes slots [begin, end) what they are after the step. What a slot takes is never before it,
@@ -82,9 +80,7 @@ class Window {
     for (int64_t i = 0; i < count; ++i) tile.keys[i] = slot(first + i);
     tile.values[0] = tile.keys[0] + args_.cache_stride.kv;
     tile.value_stride = args_.cache_stride.slot;
-    const bool is_last = end >= kept();
-    tile.next_keys = is_last ? next_block_ : slot(end);
-    tile.next_count = is_last ? next_kept_ : kept() - end;
+    tile.look_ahead(count, first == 0, {slot(end), kept() - end}, next_, args_.cache_stride.slot);
   }
 
   void move(int64_t begin, int64_t end) const {
@@ -103,8 +99,7 @@ class Window {
   const int64_t batch_, head_, start_, end_;
   const int64_t before_, after_;  // the positions of slot 0
   T* const block_;
-  const T* next_block_ = nullptr;
-  int64_t next_kept_ = 0;
+  KeyTile<T>::Run next_{};
 };
 
 void write_zeros(const AttentionArgs& args, int64_t batch, int64_t head, int64_t first,

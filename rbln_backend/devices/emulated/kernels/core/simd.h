@@ -93,6 +93,16 @@ inline void relax() {
 #endif
 }
 
+// Fetches a line for writing: no other core keeps it. The compiler's own asks for it where it knows
+// that the CPU can, and all can that have AVX2.
+inline void prefetch_to_write([[maybe_unused]] const void* address) {
+#if defined(RBLN_AVX512) || defined(RBLN_AVX2)
+  asm volatile("prefetchw %0" ::"m"(*static_cast<const char*>(address)));
+#else
+  __builtin_prefetch(address, 1);
+#endif
+}
+
 // Stops the compiler from turning one load into a memory operand of each of its uses: with several
 // rows per column that makes a product wait for the load units.
 inline void keep_in_register([[maybe_unused]] VecF& value) {

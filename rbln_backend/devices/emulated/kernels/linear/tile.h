@@ -75,9 +75,9 @@ struct HalvesLayout {
 template <>
 struct Layout<bf16> : std::conditional_t<kMultipliesPairs, PairLayout, HalvesLayout> {};
 
-// Prefetch of a tile: `step` bytes per layout step, from one address per panel. It goes to L2, which
-// takes more misses at once than L1 (measured: twice the bytes per second where they lie apart).
-template <int P>
+// Prefetch of a tile: `step` bytes per layout step, from one address per panel, to L2 or, with a
+// locality of 3, to L1.
+template <int P, int kLocality = 2>
 struct Ahead {
   const char* address[P];
   int64_t step;
@@ -88,10 +88,10 @@ using Sums = typename Layout<T>::Vec[R][P * kPanelVectors];
 
 // acc[r][c] += sum over t of a[t * R + r] * (column c of the panels at depth t), t in activation
 // words: one depth row each, or Layout<T>::kStep where a word holds several.
-template <class T, int R, int P>
+template <class T, int R, int P, int kLocality>
 inline __attribute__((always_inline)) void multiply_panels(const T* const (&panels)[P],
                                                            const float* a, int64_t depths,
-                                                           const Ahead<P>& ahead,
+                                                           const Ahead<P, kLocality>& ahead,
                                                            Sums<T, R, P>& acc) {
   using Vec = Layout<T>::Vec;
   constexpr int kStep = Layout<T>::kStep, kProducts = Layout<T>::kProducts;
@@ -103,7 +103,7 @@ inline __attribute__((always_inline)) void multiply_panels(const T* const (&pane
   for (int64_t t = 0; t < depths; t += kStep) {
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p) {
-      __builtin_prefetch(fetched[p], 0, 2);
+      __builtin_prefetch(fetched[p], 0, kLocality);
       // Not as one vector of addresses, which would go through memory.
       asm("" : "+r"(fetched[p]));
       fetched[p] += ahead.step;
@@ -155,14 +155,14 @@ inline __attribute__((always_inline)) void multiply_panels(const T* const (&pane
 }
 
 // acc[r][c] += sum over t of a[r * ARow + t] * (column c of row b + t * ldb), b widened to f32.
-// Fetches as many bytes from `ahead` on as it reads of b, of `ahead_rows` rows at most.
-template <class T, int R, int C, int ARow>
+// With every row it fetches `ahead_step` bytes more from `ahead` on.
+template <class T, int R, int C, int ARow, int kLocality>
 inline __attribute__((always_inline)) void multiply_rows(int64_t depth, const float* a, const T* b, int64_t ldb,
-                          const char* ahead, int64_t ahead_rows, VecF (&acc)[R][C]) {
+                          const char* ahead, int64_t ahead_step, VecF (&acc)[R][C]) {
   constexpr int kBytes = C * kLanes * int(sizeof(T));
   for (int64_t t = 0; t < depth; ++t) {
-    const char* const fetched = ahead + (t < ahead_rows ? t : 0) * kBytes;
-    for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(fetched + line, 0, 2);
+    for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(ahead + line, 0, kLocality);
+    ahead += ahead_step;
     if constexpr (R < C) {
       VecF rows[R];
 #pragma GCC unroll 8
