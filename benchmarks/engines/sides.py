@@ -107,12 +107,15 @@ def server_side(name: str) -> ServerSide:
     if name == OURS.name:
         return ServerSide(
             name=name,
-            note="`rbln-serve serve`, its defaults; as many requests may wait as vLLM lets",
+            note="`rbln-serve serve`, its defaults; as many requests may wait as vLLM lets, and KV "
+            "memory is taken at the start, as vLLM does",
             command=lambda s: [
                 str(_BIN / "rbln-serve"),
                 "serve",
                 *_vllm_flags(s),
                 *"--max-in-flight 100000 --max-queued-tokens 100000000".split(),
+                # On demand, the system maps and clears pages during the first prompts.
+                *("--additional-config", '{"rbln": {"kv_cache_pages": "reserved"}}'),
             ],
             env=OURS.env,
             ready="/readyz",

@@ -215,8 +215,6 @@ _STREAMS = (8, 16, 32, 64, 128, 256)
 _MEMORY_LENGTH, _MEMORY_PROMPT, _MEMORY_OUTPUT = 1024, 32, 128
 _MIXED_MINUTES = ("two", 2), ("ten", 10)
 _MIB = 1 / 2**20
-# On demand, the pages of the KV pool that more streams touch would hide what else they take.
-_RESERVED = ("--additional-config", '{"rbln": {"kv_cache_pages": "reserved"}}')
 
 
 def run_memory(bench: Bench) -> None:
@@ -224,12 +222,12 @@ def run_memory(bench: Bench) -> None:
     minute = 1.0 if bench.quick else 60.0
     seats = ("--max-num-seqs", str(max(_STREAMS)))
     for model in bench.models:
-        with bench.serving(model, _MEMORY_LENGTH, *_RESERVED, *seats) as servers:
+        with bench.serving(model, _MEMORY_LENGTH, *seats) as servers:
             for server in servers:
                 for count in _STREAMS:
                     bench.measure(model, 0, server, partial(_streams, server, count))
                     _add_memory(bench, model, server, f"{count} streams")
-        with bench.serving(model, _MEMORY_LENGTH, *_RESERVED) as servers:
+        with bench.serving(model, _MEMORY_LENGTH) as servers:
             for server in servers:
                 _mixed(bench, model, server, minute)
 
