@@ -19,8 +19,10 @@ constexpr int64_t kRowBlock = 264;        // most rows whose accumulators one wo
 constexpr int64_t kShortRowBlock = 192;   // the same where a team has few items
 constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
 constexpr int64_t kClaimWork = 1 << 21;   // multiply-adds that a thread should claim at once
+constexpr int64_t kMostClaimed = 8;       // items, however little work they are
 constexpr int64_t kItemPanels = 2 * kTilePanels;
-constexpr int64_t kAhead = 4096;          // bytes of a panel that a lone group prefetches ahead
+constexpr int64_t kAhead = 4096;          // bytes of its panels that a lone group prefetches ahead
+constexpr int64_t kAheadOfWide = 6144;    // the same of one that is not narrow
 
 template <class T>
 const T* panel_at(const LinearArgs& args, int64_t depth, int64_t panel) {
@@ -29,11 +31,14 @@ const T* panel_at(const LinearArgs& args, int64_t depth, int64_t panel) {
   return static_cast<const T*>(args.packed) + std::min(panel, last) * depth * kPanel;
 }
 
+template <int P>
+using AheadToL1 = Ahead<P, 3>;
+
 // One group over one depth block: its sums, [R][P * kPanel], continue where they were.
 template <class T, int R, int P>
 __attribute__((noinline)) void continue_sums(const T* const (&panels)[P], const float* a,
-                                             int64_t depths, const Ahead<P>& ahead, bool is_first,
-                                             float* sums) {
+                                             int64_t depths, const AheadToL1<P>& ahead,
+                                             bool is_first, float* sums) {
   constexpr int C = P * kPanelVectors;
   VecF acc[R][C];
 #pragma GCC unroll 16
@@ -56,6 +61,7 @@ inline constexpr int64_t kBlockDepth = (sizeof(T) == 4 ? 16384 : 32768) / (kPane
 // One work item: the row groups [first, last) against kItemPanels panels from `panel` on.
 template <class T>
 struct Item {
+  static constexpr int64_t kStep = Layout<T>::kStep, kDepthBytes = kPanel * int64_t(sizeof(T));
   const LinearArgs& args;
   const Activations<T>& x;
   int64_t first, last, panel;
@@ -66,33 +72,60 @@ struct Item {
   void tile(int64_t g, int64_t at, int64_t begin, int64_t end, float* sums) const {
     const T* panels[P];
     for (int p = 0; p < P; ++p) panels[p] = panel_at<T>(args, x.depth, at + p) + begin * kPanel;
-    continue_sums<T, R, P>(panels, x.group(g, begin), end - begin,
-                           ahead_of(panels, g - first, begin, end), begin == 0, sums);
+    continue_sums<T, R>(panels, x.group(g, begin), end - begin,
+                        ahead_of(panels, g - first, begin, end), begin == 0, sums);
     if (end == x.depth)
       write_tile<T>(args, x.groups.begin(g), R, at * kPanel, P * kPanelVectors, sums);
   }
 
-  // A lone group runs ahead of itself. Several share the fetching of what comes next: the next block
-  // of these panels, or the first of this thread's next item.
+  // Groups share the fetching of what comes next: the next block of these panels, or the first of
+  // this thread's next item.
   template <int P>
-  Ahead<P> ahead_of(const T* const (&panels)[P], int64_t nth, int64_t begin, int64_t end) const {
-    constexpr int64_t kStep = Layout<T>::kStep, kDepthBytes = kPanel * int64_t(sizeof(T));
-    const int64_t groups = last - first, steps = (end - begin) / kStep;
+  AheadToL1<P> ahead_of(const T* const (&panels)[P], int64_t nth, int64_t begin,
+                        int64_t end) const {
+    const int64_t steps = (end - begin) / kStep;
     const int64_t onward = end < x.depth ? end - begin : (next - panel) * x.depth - begin;
-    Ahead<P> ahead;
-    ahead.step = kStep * kDepthBytes / groups;
-    const int64_t start = groups == 1 ? kAhead : onward * kDepthBytes + nth * steps * ahead.step;
+    AheadToL1<P> ahead;
+    ahead.step = kStep * kDepthBytes / (last - first);
     for (int p = 0; p < P; ++p)
-      ahead.address[p] = reinterpret_cast<const char*>(panels[p]) + start;
+      ahead.address[p] = reinterpret_cast<const char*>(panels[p]) + onward * kDepthBytes +
+                         nth * steps * ahead.step;
     return ahead;
   }
 
+  // A lone group runs ahead of itself. Beside the last rows of a tile's panels it fetches the first
+  // ones of the next tile's, so that no tile begins by waiting for memory.
+  template <int R>
+  void run_alone() const {
+    constexpr int P = is_narrow_group(R) ? kItemPanels : kTilePanels;
+    constexpr int64_t kBytes = (is_narrow_group(R) ? kAhead : kAheadOfWide) / P;  // of each panel
+    alignas(64) float sums[R * P * kPanel];
+    const int64_t turn = std::max<int64_t>(x.depth - kBytes / kDepthBytes, 0) / kStep * kStep;
+    for (int64_t at = panel; at < panel + kItemPanels && at * kPanel < args.columns; at += P) {
+      const int64_t onward = at + P < panel + kItemPanels ? at + P : next;
+      for (int64_t begin = 0, end = turn; begin < x.depth; begin = end, end = x.depth) {
+        const T* panels[P];
+        AheadToL1<P> ahead;
+        ahead.step = kStep * kDepthBytes;
+        for (int p = 0; p < P; ++p) {
+          panels[p] = panel_at<T>(args, x.depth, at + p) + begin * kPanel;
+          ahead.address[p] = reinterpret_cast<const char*>(
+              end < x.depth ? panels[p] + kBytes / int64_t(sizeof(T))
+                            : panel_at<T>(args, x.depth, onward + p));
+        }
+        continue_sums<T, R>(panels, x.group(first, begin), end - begin, ahead, begin == 0, sums);
+      }
+      write_tile<T>(args, x.groups.begin(first), R, at * kPanel, P * kPanelVectors, sums);
+    }
+  }
+
   void run() const {
+    if (last - first == 1)
+      return with_rows(x.groups.size(first), [&]<int R>() { run_alone<R>(); });
     alignas(64) float sums[(kRowBlock + kMaxTileRows) * 2 * kTileColumns];
     const int64_t row0 = x.groups.begin(first);
-    const int64_t block = last - first == 1 ? x.depth : kBlockDepth<T>;
-    for (int64_t begin = 0; begin < x.depth; begin += block) {
-      const int64_t end = std::min(begin + block, x.depth);
+    for (int64_t begin = 0; begin < x.depth; begin += kBlockDepth<T>) {
+      const int64_t end = std::min(begin + kBlockDepth<T>, x.depth);
       for (int64_t g = first; g < last; ++g) {
         float* partial = sums + (x.groups.begin(g) - row0) * 2 * kTileColumns;
         with_rows(x.groups.size(g), [&]<int R>() {
@@ -127,8 +160,12 @@ void run(const LinearArgs& args) {
   if (!serial_interleave)
     parallel_for(x.groups.count, 1, threads, [&](int64_t g) { interleave_group<T>(args, x, g); });
   const int64_t item_work = std::min(args.rows, kRowBlock) * depth * kItemPanels * kPanel;
-  const int64_t grain = std::clamp<int64_t>(kClaimWork / item_work, 1, 4);
-  parallel_for(row_blocks * tiles, grain, threads, [&](int64_t item) {
+  const int64_t items = row_blocks * tiles;
+  // As many claims for each thread, so that all end together.
+  const int64_t most = threads * std::clamp<int64_t>(kClaimWork / item_work, 1, kMostClaimed);
+  const int64_t turns = (items + most - 1) / most;
+  const int64_t grain = std::max<int64_t>(items / (threads * turns), 1);
+  parallel_for(items, grain, threads, [&](int64_t item) {
     const int64_t first = item / tiles * block_groups;
     const int64_t last = std::min(first + block_groups, x.groups.count);
     const int64_t panel = item % tiles * kItemPanels;
