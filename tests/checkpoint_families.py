@@ -151,7 +151,7 @@ REQUIRED: Mapping[str, Family] = {
 OTHERS: Mapping[str, Family] = {
     "gemma": _family("Gemma", **_GEMMA),
     "qwen2_window": _family(
-        "Qwen2", use_sliding_window=True, sliding_window=48, layer_types=[SLIDING] * 3
+        "Qwen2", use_sliding_window=True, sliding_window=48, layer_types=[SLIDING] * 2
     ),
     "llama_tied": _family("Llama", tie_word_embeddings=True),
     "llama3": _family("Llama", rope_parameters=_LLAMA3_ROPE),

@@ -1,5 +1,6 @@
 """Captured models as programs that can be stored."""
 
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -339,6 +340,46 @@ def test_rows_behind_a_dropped_batch_axis_are_gathered(drop: Callable[[Tensor], 
         torch.testing.assert_close(outputs[0][:count], logits[:count])
         if useful is None or useful.reads_hidden:
             torch.testing.assert_close(outputs[1][:31], hidden[:31])
+
+
+class OfWrites(Model):
+    """Parts of a tensor, which later calls read as a whole, are written."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.write = write
+
+    def mix(self, x: Tensor) -> Tensor:
+        parts = torch.stack([super().mix(x), x], dim=-1)
+        self.write(parts, x)
+        return parts.sum(-1)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda parts, x: parts.__setitem__((..., 1), x + x),
+        lambda parts, x: operator.iadd(parts[..., 1], x),
+        lambda parts, x: operator.isub(parts[..., 1], x * 2),
+        lambda parts, x: operator.imul(parts[..., 1], 3),
+        lambda parts, x: operator.itruediv(parts[..., 1], 3),
+        lambda parts, x: parts[..., 1].mul_(3),
+        lambda parts, x: parts.copy_(parts * 3),
+    ],
+)
+@torch.inference_mode()
+def test_rows_are_gathered_of_what_was_written(write: Callable[[Tensor, Tensor], object]) -> None:
+    model, step = OfWrites(write), inputs()
+    program, table = lowered(model, step)
+    tensors = table.resolve_all(program.bindings, step)
+    logits, _ = model(*step.values())
+    spec = GraphSpec("prefill", TOKENS, prompts=3)
+    for record in (None, start_recording):
+        graph = EmulatedGraph(spec, program.graph, tensors, record)
+        for useful in (None, UsefulRows(31, 2), UsefulRows(31, 2, reads_hidden=False)):
+            outputs = graph.run(useful)
+            count = 2 if useful else 3
+            torch.testing.assert_close(outputs[0][:count], logits[:count])
 
 
 @torch.inference_mode()

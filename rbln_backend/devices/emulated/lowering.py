@@ -223,10 +223,10 @@ def fold_constants(program: Program, tensors: Sequence[Tensor]) -> tuple[fx.Grap
 
 
 def is_impure(node: fx.Node) -> bool:
-    """Return True if ``node`` has side effects; fx treats in-place methods as pure."""
+    """Return True if ``node`` has side effects; fx treats what works in place as pure."""
     if node.op == "call_method":
         return str(node.target).endswith("_")
-    return node.target is operator.setitem or node.is_impure()
+    return node.target in (operator.setitem, *_IN_PLACE) or node.is_impure()
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
@@ -398,7 +398,7 @@ _ROW_ARGUMENTS = {
 }
 """Kernels that compute each row by itself: the places of their arguments with rows."""
 _ELEMENTWISE = (operator.add, operator.mul, operator.sub, operator.truediv)
-_IN_PLACE = (operator.iadd, operator.imul)
+_IN_PLACE = (operator.iadd, operator.imul, operator.isub, operator.itruediv)
 _RELU = (torch.relu, torch.nn.functional.relu)
 _TENSOR_PARALLEL = "tp"
 """The group whose ranks have the same rows."""
@@ -467,18 +467,15 @@ def compute_last_rows_apart(graph: fx.Graph) -> None:
             output.prepend(node)
 
 
-def _writes(node: fx.Node) -> bool:
-    schema = op_schema(node)
-    if schema is not None:
-        return bool(schema.is_mutable)
-    return node.op == "call_method" and str(node.target).endswith("_")
-
-
 def _is_seen(node: fx.Node, behind: Sequence[fx.Node]) -> bool:
     """Return True if ``node`` writes to a tensor that other calls of ``behind`` may read."""
-    if node.target in _IN_PLACE and isinstance(node.args[0], fx.Node):
-        return sum(user in behind for user in node.args[0].users) > 1
-    return _writes(node) and not _adds_adapter(node)
+    if node.target in _IN_PLACE and isinstance(written := node.args[0], fx.Node):
+        # What is neither a kernel's result nor computed row by row may be a view, as [L, H, 2][..., 1].
+        is_own = _is_made(written) or bool(_row_arguments(written))
+        return not is_own or sum(user in behind for user in written.users) > 1
+    schema = op_schema(node)
+    is_mutable = is_impure(node) if schema is None else schema.is_mutable
+    return is_mutable and not _adds_adapter(node)
 
 
 def _adds_adapter(node: fx.Node) -> bool:
