@@ -470,7 +470,7 @@ def compute_last_rows_apart(graph: fx.Graph) -> None:
 def _is_seen(node: fx.Node, behind: Sequence[fx.Node]) -> bool:
     """Return True if ``node`` writes to a tensor that other calls of ``behind`` may read."""
     if node.target in _IN_PLACE and isinstance(written := node.args[0], fx.Node):
-        # What is neither a kernel's result nor computed row by row may be a view, as [L, H, 2][..., 1].
+        # What no kernel made and no row alone gave may be a view, such as [L, H, 2][..., 1].
         is_own = _is_made(written) or bool(_row_arguments(written))
         return not is_own or sum(user in behind for user in written.users) > 1
     schema = op_schema(node)

@@ -122,22 +122,24 @@ def test_ties_edges_and_infinities(
 @pytest.mark.parametrize("spread", [0.0, pytest.param(1e-4, marks=pytest.mark.wide), 1.0, 40.0])
 def test_the_limits_of_a_large_vocabulary_are_vllms(spread: float) -> None:
     """Thousands of tokens are equal in bfloat16, and none is drawn that vLLM would not draw."""
-    row = (torch.randn(50_000) * spread).bfloat16()
+    row, draws = (torch.randn(50_000) * spread).bfloat16(), 2000
     for options in ({"top_p": 0.3}, {"top_k": 999}, {"top_k": 30_000, "top_p": 0.5}):
         expected = vllm_shares(row, options)
         tokens = sample(
-            row.expand(200, -1),
-            torch.ones(200),
-            torch.full((200,), options.get("top_k", 50_000), dtype=torch.int32),
-            torch.full((200,), options.get("top_p", 1.0)),
+            row.expand(draws, -1),
+            torch.ones(draws),
+            torch.full((draws,), options.get("top_k", 50_000), dtype=torch.int32),
+            torch.full((draws,), options.get("top_p", 1.0)),
             None,
-            evenly(200),
+            evenly(draws),
         ).flatten()
         least = float(row[expected > 0].min())
         assert float(row[tokens].min()) >= least
         # By number of draws for each distinct score.
         scores, places = row.unique(return_inverse=True)
-        drawn = torch.zeros(len(scores)).index_add_(0, places[tokens], torch.full((200,), 1 / 200))
+        drawn = torch.zeros(len(scores)).index_add_(
+            0, places[tokens], torch.full((draws,), 1 / draws)
+        )
         wanted = torch.zeros(len(scores)).index_add_(0, places, expected)
         assert float((drawn - wanted).abs().max()) < 0.02
 

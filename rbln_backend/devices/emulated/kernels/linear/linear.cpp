@@ -154,17 +154,12 @@ void run(const LinearArgs& args) {
   const int64_t most_groups = (tiles < 2 * threads ? kShortRowBlock : kRowBlock) / kMaxTileRows;
   const int64_t row_blocks = (x.groups.count + most_groups - 1) / most_groups;
   const int64_t block_groups = (x.groups.count + row_blocks - 1) / row_blocks;
-  const bool serial_interleave = args.rows * depth < (1 << 14);
-  if (serial_interleave)
-    for (int64_t g = 0; g < x.groups.count; ++g) interleave_group<T>(args, x, g);
-  if (!serial_interleave)
-    parallel_for(x.groups.count, 1, threads, [&](int64_t g) { interleave_group<T>(args, x, g); });
+  parallel_for(x.groups.count, 1, team_size(args.rows * depth, 1 << 14),
+               [&](int64_t g) { interleave_group<T>(args, x, g); });
   const int64_t item_work = std::min(args.rows, kRowBlock) * depth * kItemPanels * kPanel;
   const int64_t items = row_blocks * tiles;
-  // As many claims for each thread, so that all end together.
-  const int64_t most = threads * std::clamp<int64_t>(kClaimWork / item_work, 1, kMostClaimed);
-  const int64_t turns = (items + most - 1) / most;
-  const int64_t grain = std::max<int64_t>(items / (threads * turns), 1);
+  const int64_t most = std::clamp<int64_t>(kClaimWork / item_work, 1, kMostClaimed);
+  const int64_t grain = even_grain(items, most, threads);
   parallel_for(items, grain, threads, [&](int64_t item) {
     const int64_t first = item / tiles * block_groups;
     const int64_t last = std::min(first + block_groups, x.groups.count);

@@ -133,13 +133,13 @@ void run(const QuantizedLinearArgs& args) {
   const int64_t tiles = (panels + kItemPanels - 1) / kItemPanels;
   const int64_t row_blocks = (x.groups.count + kBlockGroups - 1) / kBlockGroups;
   const int threads = team_size(plain.rows * plain.depth * plain.columns, kSerialWork);
-  const bool is_small = plain.rows * plain.depth < (1 << 14);
-  parallel_for(x.groups.count, 1, is_small ? 1 : threads, [&](int64_t g) {
+  parallel_for(x.groups.count, 1, team_size(plain.rows * plain.depth, 1 << 14), [&](int64_t g) {
     interleave_group<T, Source::template order<W>>(plain, x, g);
   });
   const int64_t rows = std::min(plain.rows, kBlockGroups * kMaxTileRows);
   const int64_t item_work = rows * plain.depth * kItemPanels * kPanel;
-  const int64_t grain = std::clamp<int64_t>(kClaimWork / item_work, 1, 4);
+  const int64_t most = std::clamp<int64_t>(kClaimWork / item_work, 1, 4);
+  const int64_t grain = even_grain(row_blocks * tiles, most, threads);
   parallel_for(row_blocks * tiles, grain, threads, [&](int64_t item) {
     const int64_t first = item / tiles * kBlockGroups;
     const int64_t last = std::min(first + kBlockGroups, x.groups.count);

@@ -152,13 +152,13 @@ void run(const QuantizedLinearArgs& args) {
   const int64_t block_groups = kRowBlock / kMaxTileRows;
   const int64_t row_blocks = (x.groups.count + block_groups - 1) / block_groups;
   const int threads = team_size(plain.rows * plain.depth * plain.columns, kSerialWork);
-  const bool is_small = plain.rows * plain.depth < (1 << 14);
-  parallel_for(x.groups.count, 1, is_small ? 1 : threads,
+  parallel_for(x.groups.count, 1, team_size(plain.rows * plain.depth, 1 << 14),
                [&](int64_t g) { prepare_group<Tile, T>(plain, x, g); });
   const auto scale_rows = uint32_t(plain.depth / args.weight.group);
   const auto per_scale = uint32_t((args.weight.group + kChunk - 1) / kChunk);
   const int64_t item_work = std::min(plain.rows, kRowBlock) * plain.depth * kItemPanels * kPanel;
-  const int64_t grain = std::clamp<int64_t>(kClaimWork / item_work, 1, 4);
+  const int64_t most = std::clamp<int64_t>(kClaimWork / item_work, 1, 4);
+  const int64_t grain = even_grain(row_blocks * tiles, most, threads);
   parallel_for(row_blocks * tiles, grain, threads, [&](int64_t item) {
     const int64_t first = item / tiles * block_groups;
     const int64_t last = std::min(first + block_groups, x.groups.count);
