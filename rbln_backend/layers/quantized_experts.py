@@ -140,7 +140,6 @@ class GptqColumns(ExpertFormat):
             "qweight": torch.empty(depth // self.fields, columns, dtype=torch.int32),
             "scales": torch.empty(groups, columns, dtype=dtype),
             "qzeros": torch.empty(groups, columns // self.fields, dtype=torch.int32),
-            "g_idx": torch.empty(depth, dtype=torch.int32),
         }
 
     def pack(self, stored: Mapping[str, Tensor]) -> Packed:

@@ -72,8 +72,8 @@ def test_routing_in_groups_by_biased_scores(engines: Engines) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_without_native_kernels(engines: Engines, path: str) -> None:
     engine = engine_on(engines, "qwen2_moe", path, kernels="aten")
-    # They compute padding. Two of six experts are chosen: three times the weights for a product.
-    assert configured(engine.core.vllm_config).prefill_step_tokens == 48
+    # They compute padding. Three of eight experts are chosen: twice the weights for a product.
+    assert configured(engine.core.vllm_config).prefill_step_tokens == 32
     prompts = make_prompts(PROMPT_LENGTHS, seed=51)
     assert_equals_reference(engine, prompts, engine.generate(prompts, GREEDY))
 

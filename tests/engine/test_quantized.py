@@ -26,7 +26,6 @@ PROMPT_LENGTHS, NUM_TOKENS = [1, 17, 64, 130], 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
 W4 = Recipe(bits=4, group_size=64)
 # The time of a capture is that of the layers.
-TWO_LAYERS: dict[str, Any] = {"num_hidden_layers": 2}
 FP8_BLOCKS = Recipe(format="fp8", block=(128, 128))
 # The sizes that blocks want; the last block of 192 inputs is cut.
 BLOCKS = {"hidden_size": 192, "num_key_value_heads": 4}
@@ -116,7 +115,7 @@ def wide(*cases: Any) -> list[Any]:
 def test_tokens_equal_those_of_the_plain_weights(
     engines: Engines, make: Make, arch: str, recipe: Recipe
 ) -> None:
-    checkpoint = make(arch, recipe, **TWO_LAYERS, **(BLOCKS if recipe == FP8_BLOCKS else {}))
+    checkpoint = make(arch, recipe, **(BLOCKS if recipe == FP8_BLOCKS else {}))
     engine = engines.fresh(checkpoint=checkpoint, rbln=FEW)
     assert_equals_plain(engine, checkpoint, seed=70)
     assert_holds_nothing_else(engine, recipe.of("down_proj.weight"))
@@ -127,7 +126,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 4},
     "qwen2_moe": {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
     "qwen3_moe": {"moe_intermediate_size": 128},
-    "gpt_oss": {"intermediate_size": 64},
+    "gpt_oss": {
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "layer_types": [SLIDING, FULL],
+    },
 }
 NVFP4 = Recipe(format="nvfp4", group_size=16, skipped=("self_attn", "mlp.gate"))
 NATIVE = {"moe_use_opt_kernel": False, "moe_custom_kernel": False}
@@ -139,6 +142,7 @@ NATIVE = {"moe_use_opt_kernel": False, "moe_custom_kernel": False}
         ("qwen3_moe", MIXED, {}),
         ("gpt_oss", Recipe(format="mxfp4"), {}),
         ("qwen3_moe", NVFP4, {}),
+        ("qwen3_moe", Recipe(format="gptq", bits=4, group_size=128), {}),
         *wide(
             ("qwen3_moe", NVFP4, NATIVE),
             ("qwen3_moe", NVFP4, {"kernels": "aten"}),
@@ -151,7 +155,6 @@ NATIVE = {"moe_use_opt_kernel": False, "moe_custom_kernel": False}
             ("qwen3_moe", Recipe(symmetric=False), {"kernels": "aten"}),
             ("gpt_oss", Recipe(format="mxfp4"), NATIVE),
             ("gpt_oss", Recipe(format="mxfp4"), {"kernels": "aten"}),
-            ("qwen3_moe", Recipe(format="gptq", bits=4, group_size=128), {}),
             ("mixtral", Recipe(format="gptq", bits=8, group_size=CHANNEL), NATIVE),
             ("mixtral", Recipe(bits=8, group_size=CHANNEL), {"moe_use_opt_kernel": False}),
             ("qwen2_moe", W4, NATIVE),
@@ -162,8 +165,7 @@ NATIVE = {"moe_use_opt_kernel": False, "moe_custom_kernel": False}
 def test_experts_equal_those_of_the_plain_weights(
     engines: Engines, make: Make, arch: str, recipe: Recipe, rbln: dict[str, Any]
 ) -> None:
-    kinds = {"layer_types": [SLIDING, FULL]} if arch == "gpt_oss" else {}
-    checkpoint = make(arch, recipe, **SIZES.get(arch, {}), **TWO_LAYERS, **kinds)
+    checkpoint = make(arch, recipe, **SIZES.get(arch, {}))
     engine = engines.fresh(checkpoint=checkpoint, rbln=FEW | rbln)
     assert_equals_plain(engine, checkpoint, seed=71)
 
