@@ -25,7 +25,6 @@ pytestmark = pytest.mark.engine
 PROMPT_LENGTHS, NUM_TOKENS = [1, 17, 64, 130], 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
 W4 = Recipe(bits=4, group_size=64)
-# The time of a capture is that of the layers.
 FP8_BLOCKS = Recipe(format="fp8", block=(128, 128))
 # The sizes that blocks want; the last block of 192 inputs is cut.
 BLOCKS = {"hidden_size": 192, "num_key_value_heads": 4}
@@ -126,6 +125,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 4},
     "qwen2_moe": {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
     "qwen3_moe": {"moe_intermediate_size": 128},
+    # The time of a capture is that of the layers.
     "gpt_oss": {
         "intermediate_size": 64,
         "num_hidden_layers": 2,
