@@ -26,6 +26,7 @@ from vllm.logger import init_logger
 
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import GraphSpec
+from rbln_backend.devices.emulated.kernel_set import coded
 from rbln_backend.devices.emulated.packing import pack, pack_consuming
 from rbln_backend.devices.port import CompiledGraph, Compiler
 from rbln_backend.errors import CompileError, CorruptArtifactError
@@ -437,7 +438,10 @@ def named_tensors(
     adapters: Adapters | None,
 ) -> TensorTable:
     """Return the table of all tensors that graphs read beside the inputs of a step."""
-    table = TensorTable(pack, pack_consuming)
+    table = TensorTable(
+        lambda weight: coded(pack(weight), len(weight)),
+        lambda weight: coded(pack_consuming(weight), len(weight)),
+    )
     table.add_model(model)
     for name, layer in attention_layers.items():
         if isinstance(layer.impl, EncoderAttentionImpl):

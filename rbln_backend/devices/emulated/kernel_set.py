@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from rbln_backend.devices.emulated import fallback
 from rbln_backend.devices.emulated.build import (
@@ -254,6 +255,21 @@ def active_isa() -> str:
 def native_library() -> ctypes.CDLL | None:
     """The loaded library while the native kernels are the active ones."""
     return _Active.handle if packs_weights() else None
+
+
+def coded(packed: Tensor, out_features: int) -> Tensor:
+    """A packed [out_features, K] weight, coded in its own memory if the kernels can read that.
+
+    Codes have 12 bits for a bfloat16 (kernels/linear/coded.h). They are uint8 [N/16, K/2, 16, 4],
+    whose last quarter has what is not in a code. ``packed`` must not be read again.
+    """
+    library = native_library()
+    if library is None or packed.dtype != torch.bfloat16 or packed.is_meta:
+        return packed
+    depth = ctypes.c_int64(2 * packed.shape[1])
+    address = ctypes.c_void_p(packed.data_ptr())
+    is_coded = library.rbln_emulator_code_weight(address, ctypes.c_int64(out_features), depth)
+    return packed.view(torch.uint8) if is_coded else packed
 
 
 def set_threads(threads: int) -> None:

@@ -26,7 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from rbln_backend.devices.emulated.build import _FLAGS, _SOURCE_DIR, LEVELS, Target
-from rbln_backend.devices.emulated.kernel_set import set_threads
+from rbln_backend.devices.emulated.kernel_set import active_isa, coded, set_threads
 from rbln_backend.devices.emulated.memory import choose_memory
 from rbln_backend.devices.emulated.packing import (
     can_pack,
@@ -147,6 +147,97 @@ def test_packing_where_the_weight_lies(
     assert can_pack(weight)
     for other in (torch.zeros(3, 5, dtype=torch.int8), torch.zeros(5), torch.zeros(0, 5)):
         assert not can_pack(other)
+
+
+def normal(columns: int, depth: int) -> Tensor:
+    return (torch.randn(columns, depth) * depth**-0.5).bfloat16()
+
+
+def with_rare_exponents(columns: int, depth: int) -> Tensor:
+    """Some are zero, some far larger or smaller than the others, also where a panel ends."""
+    weight = normal(columns, depth)
+    places = torch.randperm(weight.numel())[: max(4, weight.numel() // 300)]
+    odd = torch.tensor([0.0, -0.0, 100.0, -3e-9, 1e-30, -(2.0**17)]).bfloat16()
+    weight.view(-1)[places] = odd[torch.arange(len(places)) % len(odd)]
+    weight[0, 0], weight[-1, -1], weight[min(15, columns - 1), -1] = 64.0, 0.0, -1e-12
+    return weight
+
+
+def code(weight: Tensor) -> Tensor:
+    """``weight`` [N, K] packed and coded, which it is wherever the kernels read codes."""
+    result = coded(OPS.pack_linear_weight(weight), len(weight))
+    assert result.dtype == (torch.uint8 if active_isa().startswith("avx512") else torch.bfloat16)
+    return result
+
+
+@pytest.mark.parametrize("make_weight", [normal, with_rare_exponents])
+@pytest.mark.parametrize(
+    ("rows", "columns", "depth"),
+    [(1, 48, 264), (5, 100, 64), (8, 130, 1032), (13, 47, 512), (40, 272, 2056), (280, 160, 136)],
+)
+def test_coded_weights_lose_nothing(
+    rows: int, columns: int, depth: int, make_weight: Callable[[int, int], Tensor]
+) -> None:
+    x, weight = torch.randn(rows, depth).bfloat16(), make_weight(columns, depth)
+    bias, packed = torch.randn(columns).bfloat16(), code(weight)
+    terms = x.double().unsqueeze(1) * weight.double()
+    # What is rounded is as large as the largest term.
+    scale = max(1.0, float(terms.abs().max()))
+    product = OPS.linear(x, packed, bias, columns)
+    assert_near(product, terms.sum(dim=2) + bias.double(), scale=scale)
+    for results in for_thread_counts(lambda: OPS.linear(x, packed, bias, columns)):
+        assert torch.equal(results, product)
+    alone = [OPS.linear(row, packed, bias, columns) for row in x.split(1)]
+    assert torch.equal(torch.cat(alone), product)
+
+
+def test_a_matrix_of_zeros_is_coded() -> None:
+    packed = code(torch.zeros(32, 64).bfloat16())
+    assert OPS.linear(torch.randn(3, 64).bfloat16(), packed, None, 32).eq(0).all()
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        normal(16, 7),
+        normal(16, 68),
+        torch.randn(32, 64),
+        torch.randn(32, 64).half(),
+        torch.logspace(-20, 20, 2048).view(32, 64).bfloat16(),
+        torch.full((32, 64), float("inf")).bfloat16(),
+    ],
+    ids=["odd depth", "rest of a step", "float32", "float16", "exponents", "infinities"],
+)
+def test_what_has_no_codes_stays_as_it_is(weight: Tensor) -> None:
+    packed = OPS.pack_linear_weight(weight)
+    assert coded(packed, len(weight)) is packed
+    assert torch.equal(packed, pack_reference(weight))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_weights_that_are_no_numbers_keep_their_place(value: float) -> None:
+    weight = normal(64, 512)
+    weight[17, 5] = value
+    result = OPS.linear(torch.randn(3, 512).bfloat16(), code(weight), None, 64)
+    assert not result[:, 17].isfinite().any()
+    assert result[:, [*range(17), *range(18, 64)]].isfinite().all()
+
+
+def test_codes_that_point_elsewhere_are_refused() -> None:
+    x, packed = torch.ones(1, 512).bfloat16(), code(with_rare_exponents(48, 512))
+    if packed.dtype != torch.uint8:
+        pytest.skip("this CPU's kernels read no codes")
+    behind = packed.view(-1)[packed.numel() * 3 // 4 :].view(torch.int32)
+    # A place in the list, where the list ends, a depth and a column.
+    for index, value in ((1, 7), (4, 10**6), (5, 512), (6, 16), (5, -1), (6, -3)):
+        kept = behind[index].clone()
+        behind[index] = value
+        with pytest.raises(RuntimeError, match="packed is not a coded weight"):
+            OPS.linear(x, packed, None, 48)
+        behind[index] = kept
+    OPS.linear(x, packed, None, 48)
+    with pytest.raises(RuntimeError, match="packed is not a coded weight"):
+        OPS.linear(x, packed[..., :3].contiguous(), None, 48)
 
 
 def test_mistakes_are_named() -> None:

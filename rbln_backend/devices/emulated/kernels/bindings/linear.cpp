@@ -5,6 +5,7 @@
 #include <string_view>
 #include <vector>
 
+#include "bindings/exports.h"
 #include "bindings/packed.h"
 #include "bindings/tensors.h"
 
@@ -45,9 +46,10 @@ const void* checked_bias(const std::optional<Tensor>& bias, int64_t out_features
 
 Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
               int64_t out_features) {
-  check_dtype(packed, "packed", x);
-  const Rows rows(x);
   const bool pairs = x.scalar_type() == at::kBFloat16;
+  const bool is_coded = pairs && packed.scalar_type() == at::kByte;
+  if (!is_coded) check_dtype(packed, "packed", x);
+  const Rows rows(x);
   TORCH_CHECK(packed.dim() == (pairs ? 4 : 3) && packed.is_contiguous(),
               "packed is not a weight packed for ", x.scalar_type());
   const int64_t depth = pairs ? (rows.width + 1) / 2 : rows.width;
@@ -56,13 +58,17 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
   TORCH_CHECK(
       out_features > (packed.size(0) - 1) * kPanel && out_features <= packed.size(0) * kPanel,
       "out_features ", out_features, " does not fit ", packed.size(0), " panels of ", kPanel);
+  TORCH_CHECK(!is_coded || (packed.numel() == packed.size(0) * 4 * depth * kPanel &&
+                            is_coded_weight(packed.const_data_ptr(), out_features, 2 * depth)),
+              "packed is not a coded weight");
   const void* const offsets = checked_bias(bias, out_features, x);
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = out_features;
   const Tensor out = empty_like_dtype(sizes, x);
-  const LinearArgs args{dtype_of(x, "x"), rows.data(),  rows.count,
-                        rows.width,       rows.stride,  packed.const_data_ptr(),
-                        offsets,          out_features, out.mutable_data_ptr()};
+  LinearArgs args{dtype_of(x, "x"), rows.data(),  rows.count,
+                  rows.width,       rows.stride,  packed.const_data_ptr(),
+                  offsets,          out_features, out.mutable_data_ptr()};
+  args.is_coded = is_coded;
   launch_rows(args, [](const LinearArgs& useful) { rbln::linear(useful); });
   return out;
 }
@@ -121,3 +127,7 @@ TORCH_LIBRARY_IMPL(rbln_emulator, CPU, m) {
 }
 
 }  // namespace rbln::bindings
+
+RBLN_EXPORT int rbln_emulator_code_weight(void* packed, int64_t columns, int64_t depth) {
+  return rbln::code_weight(packed, columns, depth);
+}

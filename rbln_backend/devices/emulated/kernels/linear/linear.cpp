@@ -10,6 +10,7 @@
 
 #include "core/team.h"
 #include "linear/activations.h"
+#include "linear/coded.h"
 #include "linear/output.h"
 
 namespace rbln {
@@ -24,72 +25,76 @@ constexpr int64_t kItemPanels = 2 * kTilePanels;
 constexpr int64_t kAhead = 4096;          // bytes of its panels that a lone group prefetches ahead
 constexpr int64_t kAheadOfWide = 6144;    // the same of one that is not narrow
 
-template <class T>
-const T* panel_at(const LinearArgs& args, int64_t depth, int64_t panel) {
-  const int64_t last = (args.columns + kPanel - 1) / kPanel - 1;
-  // A tile that hangs over the edge reads the last panel again; write_tile drops its columns.
-  return static_cast<const T*>(args.packed) + std::min(panel, last) * depth * kPanel;
-}
-
 template <int P>
 using AheadToL1 = Ahead<P, 3>;
-
-// One group over one depth block: its sums, [R][P * kPanel], continue where they were.
-template <class T, int R, int P>
-__attribute__((noinline)) void continue_sums(const T* const (&panels)[P], const float* a,
-                                             int64_t depths, const AheadToL1<P>& ahead,
-                                             bool is_first, float* sums) {
-  constexpr int C = P * kPanelVectors;
-  VecF acc[R][C];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int c = 0; c < C; ++c)
-      acc[r][c] = is_first ? VecF{} : load(sums + (r * C + c) * kLanes);
-  multiply_panels<T, R, P>(panels, a, depths, ahead, acc);
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) store(sums + (r * C + c) * kLanes, acc[r][c]);
-}
 
 // Depths of a block. Long ones cost the fewest interruptions, while their panels fit in L2; with
 // f32, whose few products per byte leave less time to fetch, short ones spread the fetching evenly.
 template <class T>
 inline constexpr int64_t kBlockDepth = (sizeof(T) == 4 ? 16384 : 32768) / (kPanel * sizeof(T));
 
-// One work item: the row groups [first, last) against kItemPanels panels from `panel` on.
-template <class T>
+// One work item: the row groups [first, last) against kItemPanels panels from `panel` on. Weights lie
+// in memory as W: as T, or coded.
+template <class T, class W>
 struct Item {
-  static constexpr int64_t kStep = Layout<T>::kStep, kDepthBytes = kPanel * int64_t(sizeof(T));
+  static constexpr bool kIsCoded = !std::is_same_v<T, W>;
+  static constexpr int64_t kStepBytes = Layout<W>::kElements * sizeof(W);
   const LinearArgs& args;
   const Activations<T>& x;
+  const CodedWeight& coded;
   int64_t first, last, panel;
   int64_t next;  // the panel of this thread's next item
 
-  // One group and P panels over depths [begin, end), the sums continued from and left in `sums`.
+  static constexpr int64_t elements(int64_t depths) {
+    return depths / Layout<W>::kStep * Layout<W>::kElements;
+  }
+
+  // A tile that hangs over the edge reads the last panel again; write_tile drops its columns.
+  const W* panel_at(int64_t nth, int64_t depth) const {
+    const int64_t inside = std::min(nth, panels_of(args.columns) - 1);
+    return static_cast<const W*>(args.packed) + elements(inside * x.depth + depth);
+  }
+
+  Layout<W> layout() const {
+    if constexpr (kIsCoded) return {VecU{} + *coded.lowest};
+    else return {};
+  }
+
+  // One group and P panels from `at` on over depths [begin, end): their sums, [R][P * kPanel],
+  // continue where they were.
   template <int R, int P>
-  void tile(int64_t g, int64_t at, int64_t begin, int64_t end, float* sums) const {
-    const T* panels[P];
-    for (int p = 0; p < P; ++p) panels[p] = panel_at<T>(args, x.depth, at + p) + begin * kPanel;
-    continue_sums<T, R>(panels, x.group(g, begin), end - begin,
-                        ahead_of(panels, g - first, begin, end), begin == 0, sums);
-    if (end == x.depth)
-      write_tile<T>(args, x.groups.begin(g), R, at * kPanel, P * kPanelVectors, sums);
+  __attribute__((noinline)) void tile(int64_t g, int64_t at, int64_t begin, int64_t end,
+                                      const AheadToL1<P>& ahead, float* sums) const {
+    constexpr int C = P * kPanelVectors;
+    const W* panels[P];
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) panels[p] = panel_at(at + p, begin);
+    VecF acc[R][C];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c)
+        acc[r][c] = begin == 0 ? VecF{} : load(sums + (r * C + c) * kLanes);
+    multiply_panels<W, R, P>(panels, x.group(g, begin), end - begin, ahead, acc, layout());
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) store(sums + (r * C + c) * kLanes, acc[r][c]);
+    if (end < x.depth) return;
+    if constexpr (kIsCoded) coded.add_uncoded<R, P>(at, panels_of(args.columns), x.group(g, 0), sums);
+    write_tile<T>(args, x.groups.begin(g), R, at * kPanel, C, sums);
   }
 
   // Groups share the fetching of what comes next: the next block of these panels, or the first of
   // this thread's next item.
   template <int P>
-  AheadToL1<P> ahead_of(const T* const (&panels)[P], int64_t nth, int64_t begin,
-                        int64_t end) const {
-    const int64_t steps = (end - begin) / kStep;
+  AheadToL1<P> ahead_of(int64_t at, int64_t nth, int64_t begin, int64_t end) const {
     const int64_t onward = end < x.depth ? end - begin : (next - panel) * x.depth - begin;
     AheadToL1<P> ahead;
-    ahead.step = kStep * kDepthBytes / (last - first);
+    ahead.step = std::min<int64_t>(kStepBytes, 64) / (last - first);
     for (int p = 0; p < P; ++p)
-      ahead.address[p] = reinterpret_cast<const char*>(panels[p]) + onward * kDepthBytes +
-                         nth * steps * ahead.step;
+      ahead.address[p] = reinterpret_cast<const char*>(panel_at(at + p, begin) + elements(onward)) +
+                         nth * elements(end - begin) * int64_t(sizeof(W)) / (last - first);
     return ahead;
   }
 
@@ -100,22 +105,18 @@ struct Item {
     constexpr int P = is_narrow_group(R) ? kItemPanels : kTilePanels;
     constexpr int64_t kBytes = (is_narrow_group(R) ? kAhead : kAheadOfWide) / P;  // of each panel
     alignas(64) float sums[R * P * kPanel];
-    const int64_t turn = std::max<int64_t>(x.depth - kBytes / kDepthBytes, 0) / kStep * kStep;
+    const int64_t turn = std::max<int64_t>(x.depth - kBytes / kStepBytes * Layout<W>::kStep, 0);
     for (int64_t at = panel; at < panel + kItemPanels && at * kPanel < args.columns; at += P) {
       const int64_t onward = at + P < panel + kItemPanels ? at + P : next;
       for (int64_t begin = 0, end = turn; begin < x.depth; begin = end, end = x.depth) {
-        const T* panels[P];
         AheadToL1<P> ahead;
-        ahead.step = kStep * kDepthBytes;
-        for (int p = 0; p < P; ++p) {
-          panels[p] = panel_at<T>(args, x.depth, at + p) + begin * kPanel;
+        ahead.step = std::min<int64_t>(kStepBytes, 64);
+        for (int p = 0; p < P; ++p)
           ahead.address[p] = reinterpret_cast<const char*>(
-              end < x.depth ? panels[p] + kBytes / int64_t(sizeof(T))
-                            : panel_at<T>(args, x.depth, onward + p));
-        }
-        continue_sums<T, R>(panels, x.group(first, begin), end - begin, ahead, begin == 0, sums);
+              end < x.depth ? panel_at(at + p, begin) + kBytes / int64_t(sizeof(W))
+                            : panel_at(onward + p, 0));
+        tile<R>(first, at, begin, end, ahead, sums);
       }
-      write_tile<T>(args, x.groups.begin(first), R, at * kPanel, P * kPanelVectors, sums);
     }
   }
 
@@ -129,25 +130,23 @@ struct Item {
       for (int64_t g = first; g < last; ++g) {
         float* partial = sums + (x.groups.begin(g) - row0) * 2 * kTileColumns;
         with_rows(x.groups.size(g), [&]<int R>() {
-          if constexpr (is_narrow_group(R)) {
-            tile<R, kItemPanels>(g, panel, begin, end, partial);
-          } else {
-            tile<R, kTilePanels>(g, panel, begin, end, partial);
-            if ((panel + kTilePanels) * kPanel >= args.columns) return;  // past the edge
-            tile<R, kTilePanels>(g, panel + kTilePanels, begin, end, partial + R * kTileColumns);
-          }
+          constexpr int P = is_narrow_group(R) ? kItemPanels : kTilePanels;
+          for (int64_t at = panel; at < panel + kItemPanels && at * kPanel < args.columns; at += P)
+            tile<R>(g, at, begin, end, ahead_of<P>(at, g - first, begin, end),
+                    partial + (at - panel) * R * kPanel);
         });
       }
     }
   }
 };
 
-template <class T>
+template <class T, class W>
 void run(const LinearArgs& args) {
   thread_local Buffer buffer;
   const int64_t depth = padded_depth(args.dtype, args.depth);
   const Activations<T> x{RowGroups(args.rows), depth, buffer.take(args.rows * depth)};
-  const int64_t panels = (args.columns + kPanel - 1) / kPanel;
+  const int64_t panels = panels_of(args.columns);
+  const CodedWeight coded(args.packed, panels, depth);
   const int64_t tiles = (panels + kItemPanels - 1) / kItemPanels;
   const int threads = team_size(args.rows * depth * args.columns, kSerialWork);
   // Each block reads all panels, so that a whole chunk of 256 rows is one, and no block is short.
@@ -165,15 +164,22 @@ void run(const LinearArgs& args) {
     const int64_t last = std::min(first + block_groups, x.groups.count);
     const int64_t panel = item % tiles * kItemPanels;
     const int64_t next = panel + to_own_next(item, grain, threads) * kItemPanels;
-    Item<T>{args, x, first, last, panel, next}.run();
+    Item<T, W>{args, x, coded, first, last, panel, next}.run();
   });
+}
+
+template <class T>
+void run_any(const LinearArgs& args) {
+  if constexpr (kReadsCodes && std::is_same_v<T, bf16>)
+    if (args.is_coded) return run<T, Coded>(args);
+  run<T, T>(args);
 }
 
 }  // namespace
 
 void linear(const LinearArgs& args) {
   if (args.rows == 0 || args.columns == 0) return;
-  RBLN_DISPATCH(args.dtype, T, run<T>(args));
+  RBLN_DISPATCH(args.dtype, T, run_any<T>(args));
 }
 
 void linear_heads(const LinearArgs& first, int64_t heads, int64_t x_elements,

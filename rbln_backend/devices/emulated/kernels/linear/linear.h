@@ -5,6 +5,8 @@
 
 namespace rbln {
 
+inline int64_t panels_of(int64_t columns) { return (columns + kPanel - 1) / kPanel; }
+
 struct LinearArgs {
   Dtype dtype;
   const void* x;  // [rows, depth], row stride x_stride
@@ -14,6 +16,7 @@ struct LinearArgs {
   int64_t columns;
   void* out;  // [rows, columns]
   int64_t out_stride = 0;  // 0: contiguous
+  bool is_coded = false;   // packed is what code_weight made
 };
 void linear(const LinearArgs& args);
 
@@ -34,5 +37,12 @@ void pack_weight(Dtype dtype, const void* weight, int64_t columns, int64_t depth
 
 // The same where the weight lies: [columns, depth], contiguous, both counts as they come out.
 void pack_weight_in_place(Dtype dtype, void* weight, int64_t columns, int64_t depth);
+
+// Makes panels of bf16 those of coded.h, where they lie. False if they stay as they are: the level reads
+// none, the depth is no multiple of 8, or weights have too many exponents.
+bool code_weight(void* packed, int64_t columns, int64_t depth);
+
+// True if a product may read `packed`, of 2 bytes for each weight, as what code_weight made.
+bool is_coded_weight(const void* packed, int64_t columns, int64_t depth);
 
 }  // namespace rbln

@@ -5,6 +5,7 @@
 // bit of it; linear and attention owe their batch invariance to this.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 #include <utility>
 
@@ -47,10 +48,16 @@ struct PairLayout {
   static constexpr int kStep = 2;
   static constexpr int64_t kElements = kStep * kPanel;
   static constexpr int kProducts = 1;
-  static VecF columns(const bf16* row, int /*product*/, int v) {
-    return load_raw<VecF>(row + v * kLanes * 2);
+  static VecF columns(VecU words, int /*product*/) { return (VecF)words; }
+  static VecF columns(const bf16* row, int product, int v) {
+    return columns(load_raw<VecU>(row + v * kLanes * 2), product);
   }
   static VecF activation(float word) { return (VecF)(VecU{} + bit_cast<uint32_t>(word)); }
+  // Of row r of activations [words][rows], at one depth.
+  static float number(const float* activations, int rows, int64_t depth, int r) {
+    const auto pair = bit_cast<uint32_t>(activations[depth / 2 * rows + r]);
+    return bit_cast<float>(depth % 2 == 0 ? pair << 16 : pair & 0xffff0000u);
+  }
   static VecF multiply(VecF activation, VecF column, VecF sum) {
     return dot_pairs(activation, column, sum);
   }
@@ -62,11 +69,16 @@ struct HalvesLayout {
   static constexpr int kStep = 2;
   static constexpr int64_t kElements = kStep * kPanel;
   static constexpr int kProducts = 2;
-  static inline __attribute__((always_inline)) VecF columns(const bf16* row, int product, int v) {
-    const VecU words = load_raw<VecU>(row + v * kLanes * 2);
+  static inline __attribute__((always_inline)) VecF columns(VecU words, int product) {
     return product == 0 ? (VecF)(words << 16) : high_halves(words);
   }
+  static inline __attribute__((always_inline)) VecF columns(const bf16* row, int product, int v) {
+    return columns(load_raw<VecU>(row + v * kLanes * 2), product);
+  }
   static VecF activation(float word) { return broadcast(word); }
+  static float number(const float* activations, int rows, int64_t depth, int r) {
+    return activations[depth * rows + r];
+  }
   static VecF multiply(VecF activation, VecF column, VecF sum) {
     return accumulate(activation, column, sum);
   }
@@ -75,8 +87,8 @@ struct HalvesLayout {
 template <>
 struct Layout<bf16> : std::conditional_t<kMultipliesPairs, PairLayout, HalvesLayout> {};
 
-// Prefetch of a tile: `step` bytes per layout step, from one address per panel, to L2 or, with a
-// locality of 3, to L1.
+// Prefetch of a tile: `step` bytes for each line of a layout's step, from one address per panel, to L2
+// or, with a locality of 3, to L1.
 template <int P, int kLocality = 2>
 struct Ahead {
   const char* address[P];
@@ -92,9 +104,11 @@ template <class T, int R, int P, int kLocality>
 inline __attribute__((always_inline)) void multiply_panels(const T* const (&panels)[P],
                                                            const float* a, int64_t depths,
                                                            const Ahead<P, kLocality>& ahead,
-                                                           Sums<T, R, P>& acc) {
+                                                           Sums<T, R, P>& acc,
+                                                           const Layout<T> layout = {}) {
   using Vec = Layout<T>::Vec;
   constexpr int kStep = Layout<T>::kStep, kProducts = Layout<T>::kProducts;
+  constexpr int kLines = std::max(int(Layout<T>::kElements * sizeof(T)) / 64, 1);
   constexpr int C = P * kPanelVectors;
   const T* row[P];
   const char* fetched[P];
@@ -102,14 +116,14 @@ inline __attribute__((always_inline)) void multiply_panels(const T* const (&pane
   for (int p = 0; p < P; ++p) row[p] = panels[p], fetched[p] = ahead.address[p];
   for (int64_t t = 0; t < depths; t += kStep) {
 #pragma GCC unroll 8
-    for (int p = 0; p < P; ++p) {
-      __builtin_prefetch(fetched[p], 0, kLocality);
-      // Not as one vector of addresses, which would go through memory.
-      asm("" : "+r"(fetched[p]));
-      fetched[p] += ahead.step;
-    }
-#pragma GCC unroll 8
     for (int product = 0; product < kProducts; ++product) {
+#pragma GCC unroll 8
+      for (int p = 0; p < P && product < kLines; ++p) {
+        __builtin_prefetch(fetched[p], 0, kLocality);
+        // Not as one vector of addresses, which would go through memory.
+        asm("" : "+r"(fetched[p]));
+        fetched[p] += ahead.step;
+      }
       // Later products read from L1 again: holding the words would cost the tile its registers.
 #pragma GCC unroll 8
       for (int p = 0; p < P && product > 0; ++p) asm("" : "+r"(row[p]));
@@ -124,7 +138,7 @@ inline __attribute__((always_inline)) void multiply_panels(const T* const (&pane
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) {
           Vec column =
-              Layout<T>::columns(row[c / kPanelVectors], product, c % kPanelVectors);
+              layout.columns(row[c / kPanelVectors], product, c % kPanelVectors);
           if constexpr (R > 1) keep_in_register(column);
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) acc[r][c] = Layout<T>::multiply(rows[r], column, acc[r][c]);
@@ -133,7 +147,7 @@ inline __attribute__((always_inline)) void multiply_panels(const T* const (&pane
         Vec columns[C];
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) {
-          columns[c] = Layout<T>::columns(row[c / kPanelVectors], product, c % kPanelVectors);
+          columns[c] = layout.columns(row[c / kPanelVectors], product, c % kPanelVectors);
           keep_in_register(columns[c]);
         }
 #pragma GCC unroll 16
