@@ -18,7 +18,7 @@ Tensor pack_linear_weight(const Tensor& weight) {
   TORCH_CHECK(weight.dim() == 2, "weight has ", weight.dim(), " dimensions instead of 2");
   const Dtype dtype = dtype_of(weight, "weight");
   const Rows rows(weight);
-  const int64_t panels = (rows.count + kPanel - 1) / kPanel;
+  const int64_t panels = panels_of(rows.count);
   const Tensor packed =
       dtype == Dtype::bf16 ? empty_like_dtype({panels, (rows.width + 1) / 2, kPanel, 2}, weight)
                            : empty_like_dtype({panels, rows.width, kPanel}, weight);

@@ -17,7 +17,7 @@ inline int64_t check_packed(const at::Tensor& stack, const char* name, int64_t c
   check_dtype(stack, name, x);
   const bool pairs = x.scalar_type() == at::kBFloat16;
   TORCH_CHECK(stack.dim() == (pairs ? 5 : 4) && stack.is_contiguous() && stack.size(0) == count &&
-                  stack.size(1) == (columns + kPanel - 1) / kPanel &&
+                  stack.size(1) == panels_of(columns) &&
                   stack.size(2) == (pairs ? (depth + 1) / 2 : depth),
               name, " has shape ", stack.sizes(), ", not that of ", count,
               " packed matrices of [", columns, ", ", depth, "] in ", x.scalar_type());
@@ -39,7 +39,7 @@ inline QuantizedWeight quantized_weight(const at::Tensor& words, const at::Tenso
                                         const std::optional<at::Tensor>& zeros, int64_t columns,
                                         int64_t depth, std::string_view name) {
   const Format format = format_of(name);
-  const int64_t fields = 32 / bits_of(format), panels = (columns + kPanel - 1) / kPanel;
+  const int64_t fields = 32 / bits_of(format), panels = panels_of(columns);
   TORCH_CHECK(words.scalar_type() == at::kInt && words.dim() == 3 && words.is_contiguous() &&
                   words.size(0) == panels && words.size(1) * fields == depth &&
                   words.size(2) == kPanel,

@@ -34,12 +34,6 @@ inline int64_t to_own_next(int64_t i, int64_t grain, int threads) {
   return (i + 1) % grain == 0 ? 1 + (threads - 1) * grain : 1;
 }
 
-// Items of a claim, at most `most`: every thread has as many claims, so that all end together.
-inline int64_t even_grain(int64_t items, int64_t most, int threads) {
-  const int64_t turns = (items + threads * most - 1) / (threads * most);
-  return std::max<int64_t>(items / (threads * turns), 1);
-}
-
 // body(i) for every i in [0, count), claimed `grain` at a time.
 template <class Body>
 void parallel_for(int64_t count, int64_t grain, int threads, const Body& body) {

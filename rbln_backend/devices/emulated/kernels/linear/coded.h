@@ -55,9 +55,8 @@ struct CodedWeight {
 // sign, code and mantissa, and between sign and code 4 bits for the fourth row: in the first row the
 // code, in the second the upper half of the mantissa, in the third its lower half and the sign.
 template <>
-struct Layout<Coded> {
+struct Layout<Coded> : Layout<bf16> {
   using Pairs = Layout<bf16>;
-  using Vec = Pairs::Vec;
   static constexpr int kStep = 8;
   static constexpr int64_t kElements = 12 * kPanel;
   static constexpr int kProducts = 4 * Pairs::kProducts;
@@ -78,10 +77,6 @@ struct Layout<Coded> {
       words = select_bits(0x80008000u, (VecU)(row(2) << 4), words);
     }
     return Pairs::columns(words + lowest, product % Pairs::kProducts);
-  }
-  static VecF activation(float word) { return Pairs::activation(word); }
-  static VecF multiply(VecF activation, VecF column, VecF sum) {
-    return Pairs::multiply(activation, column, sum);
   }
 };
 

@@ -8,9 +8,9 @@
 
 #include <algorithm>
 
-#include "core/team.h"
 #include "linear/activations.h"
 #include "linear/coded.h"
+#include "linear/items.h"
 #include "linear/output.h"
 
 namespace rbln {
@@ -18,15 +18,9 @@ namespace {
 
 constexpr int64_t kRowBlock = 264;        // most rows whose accumulators one work item keeps
 constexpr int64_t kShortRowBlock = 192;   // the same where a team has few items
-constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
-constexpr int64_t kClaimWork = 1 << 21;   // multiply-adds that a thread should claim at once
-constexpr int64_t kMostClaimed = 8;       // items, however little work they are
 constexpr int64_t kItemPanels = 2 * kTilePanels;
 constexpr int64_t kAhead = 4096;          // bytes of its panels that a lone group prefetches ahead
 constexpr int64_t kAheadOfWide = 6144;    // the same of one that is not narrow
-
-template <int P>
-using AheadToL1 = Ahead<P, 3>;
 
 // Depths of a block. Long ones cost the fewest interruptions, while their panels fit in L2; with
 // f32, whose few products per byte leave less time to fetch, short ones spread the fetching evenly.
@@ -56,7 +50,7 @@ struct Item {
   }
 
   Layout<W> layout() const {
-    if constexpr (kIsCoded) return {VecU{} + *coded.lowest};
+    if constexpr (kIsCoded) return {{}, VecU{} + *coded.lowest};
     else return {};
   }
 
@@ -64,7 +58,7 @@ struct Item {
   // continue where they were.
   template <int R, int P>
   __attribute__((noinline)) void tile(int64_t g, int64_t at, int64_t begin, int64_t end,
-                                      const AheadToL1<P>& ahead, float* sums) const {
+                                      const Ahead<P>& ahead, float* sums) const {
     constexpr int C = P * kPanelVectors;
     const W* panels[P];
 #pragma GCC unroll 8
@@ -88,9 +82,9 @@ struct Item {
   // Groups share the fetching of what comes next: the next block of these panels, or the first of
   // this thread's next item.
   template <int P>
-  AheadToL1<P> ahead_of(int64_t at, int64_t nth, int64_t begin, int64_t end) const {
+  Ahead<P> ahead_of(int64_t at, int64_t nth, int64_t begin, int64_t end) const {
     const int64_t onward = end < x.depth ? end - begin : (next - panel) * x.depth - begin;
-    AheadToL1<P> ahead;
+    Ahead<P> ahead;
     ahead.step = std::min<int64_t>(kStepBytes, 64) / (last - first);
     for (int p = 0; p < P; ++p)
       ahead.address[p] = reinterpret_cast<const char*>(panel_at(at + p, begin) + elements(onward)) +
@@ -109,7 +103,7 @@ struct Item {
     for (int64_t at = panel; at < panel + kItemPanels && at * kPanel < args.columns; at += P) {
       const int64_t onward = at + P < panel + kItemPanels ? at + P : next;
       for (int64_t begin = 0, end = turn; begin < x.depth; begin = end, end = x.depth) {
-        AheadToL1<P> ahead;
+        Ahead<P> ahead;
         ahead.step = std::min<int64_t>(kStepBytes, 64);
         for (int p = 0; p < P; ++p)
           ahead.address[p] = reinterpret_cast<const char*>(
@@ -147,25 +141,17 @@ void run(const LinearArgs& args) {
   const Activations<T> x{RowGroups(args.rows), depth, buffer.take(args.rows * depth)};
   const int64_t panels = panels_of(args.columns);
   const CodedWeight coded(args.packed, panels, depth);
-  const int64_t tiles = (panels + kItemPanels - 1) / kItemPanels;
-  const int threads = team_size(args.rows * depth * args.columns, kSerialWork);
   // Each block reads all panels, so that a whole chunk of 256 rows is one, and no block is short.
-  const int64_t most_groups = (tiles < 2 * threads ? kShortRowBlock : kRowBlock) / kMaxTileRows;
+  const bool has_few_items = panels < 2 * kItemPanels * team_threads();
+  const int64_t most_groups = (has_few_items ? kShortRowBlock : kRowBlock) / kMaxTileRows;
   const int64_t row_blocks = (x.groups.count + most_groups - 1) / most_groups;
   const int64_t block_groups = (x.groups.count + row_blocks - 1) / row_blocks;
-  parallel_for(x.groups.count, 1, team_size(args.rows * depth, 1 << 14),
-               [&](int64_t g) { interleave_group<T>(args, x, g); });
-  const int64_t item_work = std::min(args.rows, kRowBlock) * depth * kItemPanels * kPanel;
-  const int64_t items = row_blocks * tiles;
-  const int64_t most = std::clamp<int64_t>(kClaimWork / item_work, 1, kMostClaimed);
-  const int64_t grain = even_grain(items, most, threads);
-  parallel_for(items, grain, threads, [&](int64_t item) {
-    const int64_t first = item / tiles * block_groups;
-    const int64_t last = std::min(first + block_groups, x.groups.count);
-    const int64_t panel = item % tiles * kItemPanels;
-    const int64_t next = panel + to_own_next(item, grain, threads) * kItemPanels;
-    Item<T, W>{args, x, coded, first, last, panel, next}.run();
-  });
+  for_items(
+      args, x.groups, block_groups, kItemPanels,
+      [&](int64_t g) { interleave_group<T>(args, x, g); },
+      [&](int64_t first, int64_t last, int64_t panel, int64_t next) {
+        Item<T, W>{args, x, coded, first, last, panel, next}.run();
+      });
 }
 
 template <class T>

@@ -69,8 +69,7 @@ struct Packing {
   }
 
   void all(const Word* source, int64_t stride, Word* target) const {
-    const int64_t panels = (columns + kPanel - 1) / kPanel;
-    parallel_for(panels, 1, team_size(columns * depth, kSerialElements), [&](int64_t p) {
+    parallel_for(panels_of(columns), 1, team_size(columns * depth, kSerialElements), [&](int64_t p) {
       const int64_t first = p * kPanel;
       panel(source + first * stride, stride, std::min(kPanel, columns - first),
             target + p * padded * kPanel);

@@ -87,9 +87,9 @@ struct HalvesLayout {
 template <>
 struct Layout<bf16> : std::conditional_t<kMultipliesPairs, PairLayout, HalvesLayout> {};
 
-// Prefetch of a tile: `step` bytes for each line of a layout's step, from one address per panel, to L2
-// or, with a locality of 3, to L1.
-template <int P, int kLocality = 2>
+// What a tile fetches meanwhile, to L1 or with a locality of 2 to L2: `step` bytes for each line of a
+// layout's step, from one address per panel.
+template <int P, int kLocality = 3>
 struct Ahead {
   const char* address[P];
   int64_t step;

@@ -152,7 +152,7 @@ const T* of_expert(const void* stacked, int64_t elements, int64_t e) {
 // One expert's product; `weight` is the first expert's, if there is one.
 void multiply(const LinearArgs& plain, QuantizedWeight weight, int64_t e) {
   if (weight.words == nullptr) return linear(plain);
-  const int64_t columns = (plain.columns + kPanel - 1) / kPanel * kPanel;
+  const int64_t columns = panels_of(plain.columns) * kPanel;
   const int64_t scales = e * columns * (plain.depth / weight.group);
   const int64_t scale_bytes = weight.format == Format::e2m1        ? 1
                               : weight.scale_dtype == Dtype::f32 ? 4

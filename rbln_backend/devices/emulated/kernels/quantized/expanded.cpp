@@ -7,8 +7,8 @@
 // tile has, and so every row has the bits it has alone.
 #include "quantized/expanded.h"
 
-#include "core/team.h"
 #include "linear/activations.h"
+#include "linear/items.h"
 #include "linear/output.h"
 #include "quantized/blocks.h"
 #include "quantized/expanded_block.h"
@@ -20,8 +20,6 @@ constexpr int64_t kBlockGroups = 16;      // row groups whose sums one work item
 constexpr int64_t kItemPanels = 2 * kTilePanels;
 constexpr int64_t kGroupsInPlace = 2;     // that read numbers where they lie, if they can be
 constexpr int64_t kAhead = 4096;          // bytes of a panel that a lone group prefetches ahead
-constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
-constexpr int64_t kClaimWork = 1 << 21;   // multiply-adds that a thread should claim at once
 
 // One chunk of R rows and P panels: totals[r][c] += scales[c] * (products of row r and column c).
 template <class W, int R, int P>
@@ -129,24 +127,12 @@ void run(const QuantizedLinearArgs& args) {
   const LinearArgs& plain = args.plain;
   float* const memory = buffer.take(plain.rows * plain.depth);
   const Activations<W> x{RowGroups(plain.rows), plain.depth, memory};
-  const int64_t panels = (plain.columns + kPanel - 1) / kPanel;
-  const int64_t tiles = (panels + kItemPanels - 1) / kItemPanels;
-  const int64_t row_blocks = (x.groups.count + kBlockGroups - 1) / kBlockGroups;
-  const int threads = team_size(plain.rows * plain.depth * plain.columns, kSerialWork);
-  parallel_for(x.groups.count, 1, team_size(plain.rows * plain.depth, 1 << 14), [&](int64_t g) {
-    interleave_group<T, Source::template order<W>>(plain, x, g);
-  });
-  const int64_t rows = std::min(plain.rows, kBlockGroups * kMaxTileRows);
-  const int64_t item_work = rows * plain.depth * kItemPanels * kPanel;
-  const int64_t most = std::clamp<int64_t>(kClaimWork / item_work, 1, 4);
-  const int64_t grain = even_grain(row_blocks * tiles, most, threads);
-  parallel_for(row_blocks * tiles, grain, threads, [&](int64_t item) {
-    const int64_t first = item / tiles * kBlockGroups;
-    const int64_t last = std::min(first + kBlockGroups, x.groups.count);
-    const int64_t panel = item % tiles * kItemPanels;
-    const int64_t next = panel + to_own_next(item, grain, threads) * kItemPanels;
-    Item<Source, T, W>{args, x, first, last, panel, next}.run();
-  });
+  for_items(
+      plain, x.groups, kBlockGroups, kItemPanels,
+      [&](int64_t g) { interleave_group<T, Source::template order<W>>(plain, x, g); },
+      [&](int64_t first, int64_t last, int64_t panel, int64_t next) {
+        Item<Source, T, W>{args, x, first, last, panel, next}.run();
+      });
 }
 
 template <class Source>

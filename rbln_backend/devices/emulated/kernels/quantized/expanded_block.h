@@ -64,7 +64,7 @@ class DepthBlock {
 
   // Past the edge the last panel is read again; write_tile drops its columns.
   int64_t inside(int64_t nth) const {
-    return std::min(panel_ + nth, (args_.plain.columns + kPanel - 1) / kPanel - 1);
+    return std::min(panel_ + nth, panels_of(args_.plain.columns) - 1);
   }
 
   void read(int64_t t, int64_t nth) {

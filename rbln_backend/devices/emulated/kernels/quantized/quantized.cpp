@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/team.h"
+#include "linear/items.h"
 #include "linear/output.h"
 #include "quantized/expanded.h"
 #include "quantized/tile.h"
@@ -20,8 +20,6 @@ namespace {
 
 constexpr int64_t kRowBlock = 96;         // rows whose sums one work item keeps
 constexpr int64_t kBlockChunks = 8;       // chunks of a depth block
-constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
-constexpr int64_t kClaimWork = 1 << 21;   // multiply-adds that a thread should claim at once
 constexpr int64_t kAhead = 2048;          // bytes of a panel that the first group prefetches ahead
 
 // Panels of a tile of `rows` rows: enough chains of sums to keep the units busy.
@@ -67,7 +65,7 @@ struct Item {
 
   // A tile that hangs over the edge reads the last panel again; write_tile drops its columns.
   int64_t inside(int64_t at) const {
-    return std::min(at, (args.plain.columns + kPanel - 1) / kPanel - 1);
+    return std::min(at, panels_of(args.plain.columns) - 1);
   }
 
   // Scales of the chunks [begin, end) of the item's panels from `nth` to `past`.
@@ -147,23 +145,14 @@ void run(const QuantizedLinearArgs& args) {
   const int64_t count = (plain.depth + kChunk - 1) / kChunk;
   float* const data = buffer.take(plain.rows * count * Tile::kWords);
   const Chunks<Tile> x{RowGroups(plain.rows), count, data};
-  const int64_t panels = (plain.columns + kPanel - 1) / kPanel;
-  const int64_t tiles = (panels + kItemPanels - 1) / kItemPanels;
-  const int64_t block_groups = kRowBlock / kMaxTileRows;
-  const int64_t row_blocks = (x.groups.count + block_groups - 1) / block_groups;
-  const int threads = team_size(plain.rows * plain.depth * plain.columns, kSerialWork);
-  parallel_for(x.groups.count, 1, team_size(plain.rows * plain.depth, 1 << 14),
-               [&](int64_t g) { prepare_group<Tile, T>(plain, x, g); });
   const auto scale_rows = uint32_t(plain.depth / args.weight.group);
   const auto per_scale = uint32_t((args.weight.group + kChunk - 1) / kChunk);
-  const int64_t item_work = std::min(plain.rows, kRowBlock) * plain.depth * kItemPanels * kPanel;
-  const int64_t most = std::clamp<int64_t>(kClaimWork / item_work, 1, 4);
-  const int64_t grain = even_grain(row_blocks * tiles, most, threads);
-  parallel_for(row_blocks * tiles, grain, threads, [&](int64_t item) {
-    const int64_t first = item / tiles * block_groups;
-    const int64_t last = std::min(first + block_groups, x.groups.count);
-    Item<Tile, T>{args, x, first, last, item % tiles * kItemPanels, scale_rows, per_scale}.run();
-  });
+  for_items(
+      plain, x.groups, kRowBlock / kMaxTileRows, kItemPanels,
+      [&](int64_t g) { prepare_group<Tile, T>(plain, x, g); },
+      [&](int64_t first, int64_t last, int64_t panel, int64_t) {
+        Item<Tile, T>{args, x, first, last, panel, scale_rows, per_scale}.run();
+      });
 }
 
 // Activations of 16 bits lose nothing to speak of by ShortTile.
