@@ -37,7 +37,9 @@ struct Codes {
   bool has(uint16_t number) const { return unsigned((number >> 7 & 0xff) - lowest) < kCodes; }
 
   // Sign, 4 bits of zero, code, mantissa.
-  Row of(Row numbers) const { return (numbers - uint16_t(lowest << 7)) & 0x87ff & ~misses(numbers); }
+  Row of(Row numbers) const {
+    return (numbers - uint16_t(lowest << 7)) & 0x87ff & ~misses(numbers);
+  }
 
   // One step of a panel, from four rows to three.
   void step(const uint16_t* weights, uint8_t* target) const {
@@ -66,7 +68,9 @@ Codes choose_codes(const uint16_t* weights, int64_t count) {
   // The largest exponent is that of infinities.
   for (int end = 0; end < 255; ++end) {
     covered += counts[end] - (end < kCodes ? 0 : counts[end - kCodes]);
-    if (end >= kCodes - 1 && covered > most) best.lowest = uint16_t(end - kCodes + 1), most = covered;
+    if (end < kCodes - 1 || covered <= most) continue;
+    best.lowest = uint16_t(end - kCodes + 1);
+    most = covered;
   }
   return best;
 }
@@ -119,9 +123,10 @@ bool code_weight(void* packed, int64_t columns, int64_t depth) {
     });
   }
   const uint32_t exponent = uint32_t(codes.lowest) << 7, both = exponent << 16 | exponent;
-  std::memcpy(target + codes_end, &both, 4);
-  std::memcpy(target + codes_end + 4, places.data(), 4 * places.size());
-  std::memcpy(target + codes_end + 4 + 4 * places.size(), list.data(), sizeof(Uncoded) * list.size());
+  uint8_t* const behind = target + codes_end;
+  std::memcpy(behind, &both, 4);
+  std::memcpy(behind + 4, places.data(), 4 * places.size());
+  std::memcpy(behind + 4 + 4 * places.size(), list.data(), sizeof(Uncoded) * list.size());
   return true;
 }
 

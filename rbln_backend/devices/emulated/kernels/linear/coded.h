@@ -1,9 +1,9 @@
 // Weights of bf16 in 12 bits each, without loss: a decode step takes as long as reading them takes.
 //
-// Trained weights share few exponents. Of numbers with a normal distribution one in some thousand is
-// outside of the 16 exponents that end with the largest one's. All others are a sign, a mantissa and a
-// code of 4 bits, which is added to the lowest of those exponents. Those few count as the smallest
-// coded number, and what they are more than that stands in a list, whose products are added last.
+// Trained weights share few exponents: of numbers with a normal distribution one in some thousand has
+// none of the 16 that end with the largest number's. All others are a sign, a mantissa and a code of
+// 4 bits, which is added to the lowest of those exponents. Those few count as the smallest coded
+// number, and what they are more than that stands in a list, whose products are added last.
 #pragma once
 
 #include <algorithm>
@@ -51,15 +51,14 @@ struct CodedWeight {
   }
 };
 
-// Eight depths of a panel are four rows of pairs, in the space of three. A number in those has its own
-// sign, code and mantissa, and between sign and code 4 bits for the fourth row: in the first row the
-// code, in the second the upper half of the mantissa, in the third its lower half and the sign.
+// Eight depths of a panel are four rows of pairs, in the space of three. A number in those has its
+// own sign, code and mantissa, and between sign and code 4 bits for the fourth row: in the first row
+// the code, in the second the upper half of the mantissa, in the third the lower half and the sign.
 template <>
 struct Layout<Coded> : Layout<bf16> {
-  using Pairs = Layout<bf16>;
   static constexpr int kStep = 8;
   static constexpr int64_t kElements = 12 * kPanel;
-  static constexpr int kProducts = 4 * Pairs::kProducts;
+  static constexpr int kProducts = 4 * Layout<bf16>::kProducts;
   VecU lowest;
 
   inline __attribute__((always_inline)) VecF columns(const Coded* step, int product, int v) const {
@@ -67,7 +66,7 @@ struct Layout<Coded> : Layout<bf16> {
     const auto row = [=](int nth) {
       return load_raw<Numbers>(step + nth * kElements / 3 + v * kLanes * 4);
     };
-    const int nth = product / Pairs::kProducts;
+    const int nth = product / Layout<bf16>::kProducts;
     VecU words;
     if (nth < 3) {
       words = (VecU)row(nth) & 0x87ff87ffu;
@@ -76,7 +75,7 @@ struct Layout<Coded> : Layout<bf16> {
       words = select_bits(0x07f807f8u, words, (VecU)(row(2) >> 12));
       words = select_bits(0x80008000u, (VecU)(row(2) << 4), words);
     }
-    return Pairs::columns(words + lowest, product % Pairs::kProducts);
+    return part(words + lowest, product % Layout<bf16>::kProducts);
   }
 };
 

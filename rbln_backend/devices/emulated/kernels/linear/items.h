@@ -12,8 +12,8 @@ namespace rbln {
 inline constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
 
 // Calls prepare(group) for all row groups, then run(first, last, panel, next) for blocks of at most
-// `block_groups` of them, [first, last), and every `item_panels` panels from `panel` on. `next` is the
-// panel of the same thread's next item, which it can fetch.
+// `block_groups` of them, [first, last), and every `item_panels` panels from `panel` on. `next` is
+// the panel of the same thread's next item, which it can fetch.
 template <class Prepare, class Run>
 void for_items(const LinearArgs& args, const RowGroups& groups, int64_t block_groups,
                int64_t item_panels, const Prepare& prepare, const Run& run) {

@@ -27,8 +27,8 @@ constexpr int64_t kAheadOfWide = 6144;    // the same of one that is not narrow
 template <class T>
 inline constexpr int64_t kBlockDepth = (sizeof(T) == 4 ? 16384 : 32768) / (kPanel * sizeof(T));
 
-// One work item: the row groups [first, last) against kItemPanels panels from `panel` on. Weights lie
-// in memory as W: as T, or coded.
+// One work item: the row groups [first, last) against kItemPanels panels from `panel` on. Weights
+// lie in memory as W: as T, or coded.
 template <class T, class W>
 struct Item {
   static constexpr bool kIsCoded = !std::is_same_v<T, W>;

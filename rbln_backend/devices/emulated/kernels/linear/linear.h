@@ -38,8 +38,8 @@ void pack_weight(Dtype dtype, const void* weight, int64_t columns, int64_t depth
 // The same where the weight lies: [columns, depth], contiguous, both counts as they come out.
 void pack_weight_in_place(Dtype dtype, void* weight, int64_t columns, int64_t depth);
 
-// Makes panels of bf16 those of coded.h, where they lie. False if they stay as they are: the level reads
-// none, the depth is no multiple of 8, or weights have too many exponents.
+// Makes panels of bf16 those of coded.h, where they lie. False if they stay as they are: the level
+// reads none, the depth is no multiple of 8, or weights have too many exponents.
 bool code_weight(void* packed, int64_t columns, int64_t depth);
 
 // True if a product may read `packed`, of 2 bytes for each weight, as what code_weight made.

@@ -48,10 +48,7 @@ struct PairLayout {
   static constexpr int kStep = 2;
   static constexpr int64_t kElements = kStep * kPanel;
   static constexpr int kProducts = 1;
-  static VecF columns(VecU words, int /*product*/) { return (VecF)words; }
-  static VecF columns(const bf16* row, int product, int v) {
-    return columns(load_raw<VecU>(row + v * kLanes * 2), product);
-  }
+  static VecF part(VecU words, int /*product*/) { return (VecF)words; }
   static VecF activation(float word) { return (VecF)(VecU{} + bit_cast<uint32_t>(word)); }
   // Of row r of activations [words][rows], at one depth.
   static float number(const float* activations, int rows, int64_t depth, int r) {
@@ -69,11 +66,8 @@ struct HalvesLayout {
   static constexpr int kStep = 2;
   static constexpr int64_t kElements = kStep * kPanel;
   static constexpr int kProducts = 2;
-  static inline __attribute__((always_inline)) VecF columns(VecU words, int product) {
+  static VecF part(VecU words, int product) {
     return product == 0 ? (VecF)(words << 16) : high_halves(words);
-  }
-  static inline __attribute__((always_inline)) VecF columns(const bf16* row, int product, int v) {
-    return columns(load_raw<VecU>(row + v * kLanes * 2), product);
   }
   static VecF activation(float word) { return broadcast(word); }
   static float number(const float* activations, int rows, int64_t depth, int r) {
@@ -85,7 +79,11 @@ struct HalvesLayout {
 };
 
 template <>
-struct Layout<bf16> : std::conditional_t<kMultipliesPairs, PairLayout, HalvesLayout> {};
+struct Layout<bf16> : std::conditional_t<kMultipliesPairs, PairLayout, HalvesLayout> {
+  static inline __attribute__((always_inline)) VecF columns(const bf16* row, int product, int v) {
+    return part(load_raw<VecU>(row + v * kLanes * 2), product);
+  }
+};
 
 // What a tile fetches meanwhile, to L1 or with a locality of 2 to L2: `step` bytes for each line of a
 // layout's step, from one address per panel.
