@@ -150,6 +150,8 @@ twice, and is in no figure.
 *Of the limit* is the least time over the measured one. The least time is the larger of bytes over
 read bandwidth (weights and the KV cache in use, once a step) and FLOPs over the peak of the unit
 that multiplies, both measured at the start of the round. Each model's section names the unit.
+Weights count with the bytes of their dtype. Ours read bfloat16 in 12 bits each where the CPU has
+AVX-512, so that a step can take less than that time.
 llama.cpp's and transformers' servers answer one request at a time."""
 
 _PRODUCTS = {"pairs": "bfloat16 pairs", "FMA": "float32 FMA"}

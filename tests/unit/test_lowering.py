@@ -1,12 +1,14 @@
 """Rewrites for the emulated device keep what a graph computes."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from rbln_backend.devices.emulated.kernel_set import active_isa
 from rbln_backend.devices.emulated.lowering import fold_constants, lower_graph
 from rbln_backend.devices.emulated.packing import pack, pack_consuming, pack_reference
 from rbln_backend.errors import CompileError
@@ -14,6 +16,7 @@ from rbln_backend.graphs.capture import capture
 from rbln_backend.graphs.program import Program
 from rbln_backend.graphs.tensors import TensorTable
 from rbln_backend.layers.attention_ops import AttentionOptions, EmulatedAttention
+from rbln_backend.worker.graph_factory import named_tensors
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 
@@ -125,6 +128,20 @@ def test_a_weight_with_one_reader_is_packed_where_it_lies() -> None:
     packed = table.resolve("packed:weight", {})
     assert packed.data_ptr() == address
     assert torch.equal(packed, pack_reference(plain))
+
+
+def test_a_worker_codes_the_weights_of_linears_alone() -> None:
+    model = nn.ModuleDict({"one": nn.Linear(64, 32, bias=False), "two": nn.Linear(64, 32)})
+    model = model.bfloat16()
+    x = torch.randn(3, 64).bfloat16()
+    expected, bias = model["one"](x), model["two"].bias.detach().clone()
+    table = named_tensors(model, {}, SimpleNamespace(tensors={}), None)  # type: ignore[arg-type]
+    table.pack_weights(["packed:one.weight", "param:two.weight", "param:two.bias"])
+    weight = table.resolve("packed:one.weight", {})
+    assert weight.dtype == (torch.uint8 if active_isa().startswith("avx512") else torch.bfloat16)
+    torch.testing.assert_close(torch.ops.rbln_emulator.linear(x, weight, None, 32), expected)
+    assert table.resolve("param:two.weight", {}).dtype == torch.bfloat16
+    assert torch.equal(table.resolve("param:two.bias", {}), bias)
 
 
 @pytest.mark.parametrize("shared", ["read by a program", "a view of another parameter"])
