@@ -65,10 +65,9 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = out_features;
   const Tensor out = empty_like_dtype(sizes, x);
-  LinearArgs args{dtype_of(x, "x"), rows.data(),  rows.count,
-                  rows.width,       rows.stride,  packed.const_data_ptr(),
-                  offsets,          out_features, out.mutable_data_ptr()};
-  args.is_coded = is_coded;
+  const LinearArgs args{dtype_of(x, "x"), rows.data(), rows.count, rows.width,
+                        rows.stride, packed.const_data_ptr(), offsets, out_features,
+                        out.mutable_data_ptr(), 0, is_coded};
   launch_rows(args, [](const LinearArgs& useful) { rbln::linear(useful); });
   return out;
 }

@@ -26,15 +26,6 @@ struct Codes {
   Row misses(Row numbers) const {
     return (Row)(((numbers >> 7 & 0xff) - lowest) >= uint16_t(kCodes));
   }
-  bool has_all(Row numbers) const {
-    using Bits = VecTypes<kPanel>::U;
-    const Bits bits = (Bits)misses(numbers);
-    uint32_t any = 0;
-    for (int64_t i = 0; i < kPanel; ++i) any |= bits[i];
-    return any == 0;
-  }
-
-  bool has(uint16_t number) const { return unsigned((number >> 7 & 0xff) - lowest) < kCodes; }
 
   // Sign, 4 bits of zero, code, mantissa.
   Row of(Row numbers) const {
@@ -88,10 +79,14 @@ bool code_weight(void* packed, int64_t columns, int64_t depth) {
   // Calls f(depth, column, number) for what has no code among a panel's numbers.
   const auto each_without = [&](int64_t p, const uint16_t* numbers, auto&& f) {
     for (int64_t i = 0; i < size; i += kRow) {
-      if (codes.has_all(load_raw<Row>(numbers + i))) continue;
+      const Row misses = codes.misses(load_raw<Row>(numbers + i));
+      const auto words = (VecTypes<kPanel>::U)misses;
+      uint32_t any = 0;
+      for (int64_t w = 0; w < kPanel; ++w) any |= words[w];
+      if (any == 0) continue;
       // Beyond the last column there is what fills up the panel.
-      for (int64_t j = i; j < i + std::min(kRow, 2 * (columns - p * kPanel)); ++j)
-        if (!codes.has(numbers[j])) f(i / kPanel + j % 2, p * kPanel + (j - i) / 2, numbers[j]);
+      for (int64_t j = 0; j < std::min(kRow, 2 * (columns - p * kPanel)); ++j)
+        if (misses[j] != 0) f(i / kPanel + j % 2, p * kPanel + j / 2, numbers[i + j]);
     }
   };
   std::vector<int32_t> places(size_t(panels) + 1);

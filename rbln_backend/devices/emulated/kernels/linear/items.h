@@ -9,7 +9,7 @@
 
 namespace rbln {
 
-inline constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
+inline constexpr int64_t kSerialProduct = 1 << 17;  // multiply-adds worth less than waking the team
 
 // Calls prepare(group) for all row groups, then run(first, last, panel, next) for blocks of at most
 // `block_groups` of them, [first, last), and every `item_panels` panels from `panel` on. `next` is
@@ -20,7 +20,7 @@ void for_items(const LinearArgs& args, const RowGroups& groups, int64_t block_gr
   constexpr int64_t kClaimWork = 1 << 21;  // multiply-adds that a thread should claim at once
   constexpr int64_t kMostClaimed = 8;      // items, however little work they are
   const int64_t work = args.rows * args.depth;
-  const int threads = team_size(work * args.columns, kSerialWork);
+  const int threads = team_size(work * args.columns, kSerialProduct);
   parallel_for(groups.count, 1, team_size(work, 1 << 14), prepare);
   const int64_t tiles = (panels_of(args.columns) + item_panels - 1) / item_panels;
   const int64_t items = (groups.count + block_groups - 1) / block_groups * tiles;

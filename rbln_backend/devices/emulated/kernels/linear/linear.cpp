@@ -33,9 +33,9 @@ template <class T, class W>
 struct Item {
   static constexpr bool kIsCoded = !std::is_same_v<T, W>;
   static constexpr int64_t kStepBytes = Layout<W>::kElements * sizeof(W);
+  static constexpr int64_t kLineBytes = std::min<int64_t>(kStepBytes, 64);  // of a step's fetch
   const LinearArgs& args;
   const Activations<T>& x;
-  const CodedWeight& coded;
   int64_t first, last, panel;
   int64_t next;  // the panel of this thread's next item
 
@@ -49,8 +49,10 @@ struct Item {
     return static_cast<const W*>(args.packed) + elements(inside * x.depth + depth);
   }
 
+  CodedWeight coded() const { return {args.packed, panels_of(args.columns), x.depth}; }
+
   Layout<W> layout() const {
-    if constexpr (kIsCoded) return {{}, VecU{} + *coded.lowest};
+    if constexpr (kIsCoded) return {{}, VecU{} + *coded().lowest};
     else return {};
   }
 
@@ -75,7 +77,8 @@ struct Item {
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c) store(sums + (r * C + c) * kLanes, acc[r][c]);
     if (end < x.depth) return;
-    if constexpr (kIsCoded) coded.add_uncoded<R, P>(at, panels_of(args.columns), x.group(g, 0), sums);
+    if constexpr (kIsCoded)
+      coded().template add_uncoded<R, P>(at, panels_of(args.columns), x.group(g, 0), sums);
     write_tile<T>(args, x.groups.begin(g), R, at * kPanel, C, sums);
   }
 
@@ -85,7 +88,7 @@ struct Item {
   Ahead<P> ahead_of(int64_t at, int64_t nth, int64_t begin, int64_t end) const {
     const int64_t onward = end < x.depth ? end - begin : (next - panel) * x.depth - begin;
     Ahead<P> ahead;
-    ahead.step = std::min<int64_t>(kStepBytes, 64) / (last - first);
+    ahead.step = kLineBytes / (last - first);
     for (int p = 0; p < P; ++p)
       ahead.address[p] = reinterpret_cast<const char*>(panel_at(at + p, begin) + elements(onward)) +
                          nth * elements(end - begin) * int64_t(sizeof(W)) / (last - first);
@@ -104,7 +107,7 @@ struct Item {
       const int64_t onward = at + P < panel + kItemPanels ? at + P : next;
       for (int64_t begin = 0, end = turn; begin < x.depth; begin = end, end = x.depth) {
         Ahead<P> ahead;
-        ahead.step = std::min<int64_t>(kStepBytes, 64);
+        ahead.step = kLineBytes;
         for (int p = 0; p < P; ++p)
           ahead.address[p] = reinterpret_cast<const char*>(
               end < x.depth ? panel_at(at + p, begin) + kBytes / int64_t(sizeof(W))
@@ -139,10 +142,8 @@ void run(const LinearArgs& args) {
   thread_local Buffer buffer;
   const int64_t depth = padded_depth(args.dtype, args.depth);
   const Activations<T> x{RowGroups(args.rows), depth, buffer.take(args.rows * depth)};
-  const int64_t panels = panels_of(args.columns);
-  const CodedWeight coded(args.packed, panels, depth);
   // Each block reads all panels, so that a whole chunk of 256 rows is one, and no block is short.
-  const bool has_few_items = panels < 2 * kItemPanels * team_threads();
+  const bool has_few_items = panels_of(args.columns) < 2 * kItemPanels * team_threads();
   const int64_t most_groups = (has_few_items ? kShortRowBlock : kRowBlock) / kMaxTileRows;
   const int64_t row_blocks = (x.groups.count + most_groups - 1) / most_groups;
   const int64_t block_groups = (x.groups.count + row_blocks - 1) / row_blocks;
@@ -150,7 +151,7 @@ void run(const LinearArgs& args) {
       args, x.groups, block_groups, kItemPanels,
       [&](int64_t g) { interleave_group<T>(args, x, g); },
       [&](int64_t first, int64_t last, int64_t panel, int64_t next) {
-        Item<T, W>{args, x, coded, first, last, panel, next}.run();
+        Item<T, W>{args, x, first, last, panel, next}.run();
       });
 }
 
@@ -171,7 +172,7 @@ void linear(const LinearArgs& args) {
 void linear_heads(const LinearArgs& first, int64_t heads, int64_t x_elements,
                   int64_t packed_elements) {
   const int64_t size = first.dtype == Dtype::f32 ? 4 : 2;
-  const int threads = team_size(heads * first.rows * first.depth * first.columns, kSerialWork);
+  const int threads = team_size(heads * first.rows * first.depth * first.columns, kSerialProduct);
   // Work of one thread on one head is serial.
   parallel_for(heads, 1, threads, [&](int64_t head) {
     LinearArgs args = first;
